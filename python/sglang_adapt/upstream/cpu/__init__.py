@@ -1,0 +1,1 @@
+"""Stock sglang on a plain CPU: a platform whose devices are virtual GPUs, slots backed by host memory."""
