@@ -41,7 +41,7 @@ def test_more_ranks_than_heads_replicate_each_head_on_neighbours() -> None:
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 8])
 def test_ranks_cover_every_head_equally_often(kv_heads: int) -> None:
     g = PoolGeometry(
-        layers=1, kv_heads=kv_heads, head_dim=8, itemsize=2, finest_tp=12, block_bytes=kv_heads * 64, blocks=2
+        layers=1, kv_heads=kv_heads, head_dim=8, itemsize=2, finest_tp=24, block_bytes=kv_heads * 64, blocks=2
     )
     assert 1 in g.tp_sizes()
     for tp in g.tp_sizes():
