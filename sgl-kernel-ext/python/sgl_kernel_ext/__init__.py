@@ -1,0 +1,1 @@
+"""GPU kernels of sglang_adapt, each with a plain PyTorch reference."""
