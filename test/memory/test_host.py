@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import signal
 from multiprocessing.connection import Connection
@@ -98,6 +99,7 @@ def test_a_closed_region_is_not_mistaken_for_the_next_file_at_its_descriptor() -
 
 
 def _write(handle: HostHandle) -> None:
+    faulthandler.disable()
     attach(handle, "read").tensor[0] = 1
 
 

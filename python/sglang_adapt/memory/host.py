@@ -60,8 +60,8 @@ def attach_host(handle: HostHandle, access: Access) -> Region:
         stat = os.fstat(fd)
         if (stat.st_dev, stat.st_ino, stat.st_size) != (handle.device, handle.inode, handle.nbytes):
             raise MemoryGoneError(
-                f"{path} is not the shared memory that its handle describes: its owner, process {handle.pid}, "
-                f"has closed it or is another process by now; attach to a new handle"
+                f"{path} is not the shared memory that its handle describes: its owner, process "
+                f"{handle.pid}, has closed it or is another process by now; attach to a new handle"
             )
         return Region(_map(fd, handle.nbytes, access), handle, owned=False)
     finally:
