@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from sglang_adapt.kv.geometry import GeometryError, PoolGeometry
 
 GIB = 1 << 30
@@ -56,7 +57,13 @@ def test_ranks_cover_every_head_equally_often(kv_heads: int) -> None:
 def test_capacity_is_at_least_97_percent_of_stock(page_tokens: int, kv_heads: int, pool_gib: int) -> None:
     """Stock sizes its pool as the KV bytes over the bytes of a token on one rank, cut to whole pages."""
     g = PoolGeometry.from_pool_bytes(
-        pool_gib * GIB, layers=32, kv_heads=kv_heads, head_dim=128, itemsize=2, finest_tp=4, page_tokens=page_tokens
+        pool_gib * GIB,
+        layers=32,
+        kv_heads=kv_heads,
+        head_dim=128,
+        itemsize=2,
+        finest_tp=4,
+        page_tokens=page_tokens,
     )
     for tp in (1, 2, 4):
         stock_tokens = pool_gib * GIB // (32 * 2 * max(1, kv_heads // tp) * 128 * 2)
@@ -81,7 +88,15 @@ def test_blocks_for_counts_a_partial_last_block() -> None:
     ],
 )
 def test_impossible_shapes_name_the_value(change: dict[str, int], message: str) -> None:
-    good = {"layers": 2, "kv_heads": 4, "head_dim": 8, "itemsize": 2, "finest_tp": 4, "block_bytes": 256, "blocks": 8}
+    good = {
+        "layers": 2,
+        "kv_heads": 4,
+        "head_dim": 8,
+        "itemsize": 2,
+        "finest_tp": 4,
+        "block_bytes": 256,
+        "blocks": 8,
+    }
     PoolGeometry(**good)
     with pytest.raises(GeometryError, match=message):
         PoolGeometry(**(good | change))

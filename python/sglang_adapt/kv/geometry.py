@@ -1,8 +1,9 @@
 """The shapes of a KV pool: one region per GPU that every TP size reads in its own way.
 
-A region is `[layers, 2, blocks, block_elements]` (K is plane 0 of a layer, V is plane 1). A block is the unit of
-memory, of constant bytes at every TP size; at TP size t it holds `tokens_per_block(t)` tokens of the rank's own KV
-heads, laid out `[tokens, local_heads, head_dim]`. Constant bytes with remapped page tables: Flying Serving, 4.2.
+A region is `[layers, 2, blocks, block_elements]` (K is plane 0 of a layer, V is plane 1). A block is the unit
+of memory, of constant bytes at every TP size; at TP size t it holds `tokens_per_block(t)` tokens of the
+rank's own KV heads, laid out `[tokens, local_heads, head_dim]`. Constant bytes with remapped page tables:
+Flying Serving, 4.2.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class PoolGeometry:
         blocks: blocks per plane and GPU, the dummy block included.
 
     Raises:
-        GeometryError: a value that is not positive, a head whose bytes are not a multiple of 16, a block that is
-            not a whole number of tokens at TP 1, or no block beside the dummy.
+        GeometryError: a value that is not positive, a head whose bytes are not a multiple of 16, a block that
+            is not a whole number of tokens at TP 1, or no block beside the dummy.
     """
 
     layers: int
@@ -62,7 +63,9 @@ class PoolGeometry:
                 f"{self.kv_heads} heads x {self.head_bytes} bytes"
             )
         if self.blocks < 2:
-            raise GeometryError(f"blocks is {self.blocks}; a pool needs the dummy block and at least one more")
+            raise GeometryError(
+                f"blocks is {self.blocks}; a pool needs the dummy block and at least one more"
+            )
         self._check_tp(self.finest_tp)
 
     @classmethod
@@ -140,8 +143,8 @@ class PoolGeometry:
         return max(1, tp // self.kv_heads)
 
     def head_range(self, tp: int, rank: int) -> range:
-        """The model's KV heads that `rank` stores, as in stock QKVParallelLinear (layers/linear.py): neighbouring
-        ranks replicate a head where there are more ranks than heads.
+        """The model's KV heads that `rank` stores, as in stock QKVParallelLinear (layers/linear.py):
+        neighbouring ranks replicate a head where there are more ranks than heads.
 
         Raises:
             GeometryError: a TP size or rank that does not exist.
@@ -173,9 +176,13 @@ class PoolGeometry:
     def check_region(self, shape: tuple[int, ...], itemsize: int) -> None:
         """Raise GeometryError if a tensor of this shape and element size is not a region of this pool."""
         if tuple(shape) != self.region_shape:
-            raise GeometryError(f"a KV region has shape {tuple(shape)}; this pool's regions have {self.region_shape}")
+            raise GeometryError(
+                f"a KV region has shape {tuple(shape)}; this pool's regions have {self.region_shape}"
+            )
         if itemsize != self.itemsize:
-            raise GeometryError(f"a KV region has elements of {itemsize} bytes; this pool's have {self.itemsize}")
+            raise GeometryError(
+                f"a KV region has elements of {itemsize} bytes; this pool's have {self.itemsize}"
+            )
 
     def _check_tp(self, tp: int) -> None:
         fault = self._tp_fault(tp)

@@ -1,0 +1,100 @@
+"""Moving the units of a plan on one device: vectorised torch on a CPU, one Triton launch on a GPU.
+
+Both take the records of `sgl_kernel_ext.kv_copy_reference`, and put their work into the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sgl_kernel_ext.kv_copy_reference import copy_units_reference
+
+Records = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """What a copy's units have in common: the most rows, quanta (16 bytes) of a row, and the planes to copy
+    of the `total_planes` that a region has."""
+
+    tokens: int
+    row_quanta: int
+    planes: range
+    total_planes: int
+
+
+class UnitCopier(Protocol):
+    """Copies units from one tensor into others, all of which have `shape.total_planes` planes."""
+
+    def copy(
+        self, source: torch.Tensor, dests: Sequence[torch.Tensor], records: Records, shape: UnitShape
+    ) -> None:
+        """Queue the copy of `records` (int32 `[units, 4]`) from `source` to the slots `dests`, which the
+        caller keeps alive until it has ended. All `dests` are of equal size."""
+        ...
+
+
+class CpuCopier:
+    """Copies within host memory; done on return."""
+
+    def copy(
+        self, source: torch.Tensor, dests: Sequence[torch.Tensor], records: Records, shape: UnitShape
+    ) -> None:
+        copy_units_reference(
+            source,
+            dests,
+            torch.from_numpy(records),
+            planes=len(shape.planes),
+            first_plane=shape.planes.start,
+            source_planes=shape.total_planes,
+            row_quanta=shape.row_quanta,
+        )
+
+
+@dataclass(slots=True)
+class TritonCopier:
+    """Copies with one kernel on the source's GPU, which also writes to peers' memory mapped here.
+
+    Attributes:
+        programs: the grid's size; None fills the GPU (a switch, with serving stopped), 16 to 64 leave most of
+            it to running work (a hand-over beside decoding).
+    """
+
+    programs: int | None = None
+    _addresses: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    def copy(
+        self, source: torch.Tensor, dests: Sequence[torch.Tensor], records: Records, shape: UnitShape
+    ) -> None:
+        from sgl_kernel_ext.kv_copy import copy_units  # Triton is needed on GPUs only
+
+        on_gpu = source.device.type == "cuda"
+        host = torch.from_numpy(records)
+        table = host.pin_memory().to(source.device, non_blocking=True) if on_gpu else host
+        copy_units(
+            source,
+            self._table_of(source.device, dests),
+            table,
+            planes=len(shape.planes),
+            first_plane=shape.planes.start,
+            source_plane_bytes=_bytes(source) // shape.total_planes,
+            dest_plane_bytes=_bytes(dests[0]) // shape.total_planes,
+            unit_tokens=shape.tokens,
+            row_quanta=shape.row_quanta,
+            programs=self.programs,
+        )
+
+    def _table_of(self, device: torch.device, dests: Sequence[torch.Tensor]) -> torch.Tensor:
+        key = tuple(dest.data_ptr() for dest in dests)
+        if key not in self._addresses:
+            self._addresses[key] = torch.tensor(key, dtype=torch.int64, device=device)
+        return self._addresses[key]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

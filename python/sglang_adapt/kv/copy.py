@@ -1,0 +1,153 @@
+"""Carrying out copy plans where the source GPU can write to its destinations directly.
+
+`staged` is the way for GPUs without peer access, and the gentlest way beside running work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from sgl_kernel_ext.kv_copy_reference import pack_records
+
+from sglang_adapt.kv.checksums import compare, dest_checksums, source_checksums
+from sglang_adapt.kv.copiers import Records, UnitCopier, UnitShape
+from sglang_adapt.kv.geometry import PoolGeometry
+from sglang_adapt.kv.lanes import Lane, Mark
+from sglang_adapt.kv.plan import SourcePlan
+
+
+class CopyError(RuntimeError):
+    """A plan that this executor cannot carry out; the text names the GPU or layer at fault."""
+
+
+class CopyExecutor(Protocol):
+    """Starts the copies of one source GPU."""
+
+    def start(self, plan: SourcePlan, layers: range | None = None) -> Mark:
+        """Queue the copy after the work of the current stream. Wait for the mark before anything reads the
+        destinations, frees the sources, or closes a mapped region.
+
+        Raises:
+            CopyError: a plan of another GPU, a destination that is not mapped here, layers that do not exist.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class DirectExecutor:
+    """Writes straight into the destinations' regions, its own GPU's and those mapped from peers.
+
+    Attributes:
+        geometry: shapes of every region.
+        gpu: the source GPU.
+        regions: each GPU's region by index, shape `geometry.region_shape`; the source's and all
+            destinations'.
+        copier: what moves the units; on a GPU its grid decides how much of the GPU the copy takes.
+        lane: where copies run; its device is that of the source region.
+    """
+
+    geometry: PoolGeometry
+    gpu: int
+    regions: Mapping[int, torch.Tensor]
+    copier: UnitCopier
+    lane: Lane
+
+    @classmethod
+    def on(
+        cls, geometry: PoolGeometry, gpu: int, regions: Mapping[int, torch.Tensor], copier: UnitCopier
+    ) -> DirectExecutor:
+        """An executor with a lane of its own.
+
+        Raises:
+            CopyError: no region of `gpu`.
+            GeometryError: a region whose shape or element size is not the pool's.
+        """
+        if gpu not in regions:
+            raise CopyError(f"GPU {gpu} has no region here; regions are those of GPUs {sorted(regions)}")
+        for region in regions.values():
+            geometry.check_region(tuple(region.shape), region.element_size())
+        return cls(geometry, gpu, dict(regions), copier, Lane(regions[gpu].device))
+
+    def start(self, plan: SourcePlan, layers: range | None = None) -> Mark:
+        layers = check_plan(self.geometry, self.gpu, plan, layers)
+        missing = [gpu for gpu in plan.dest_gpus if gpu not in self.regions]
+        if missing:
+            raise CopyError(
+                f"the region of GPU {missing[0]} is not mapped on GPU {self.gpu}; map it before copying"
+            )
+        slots = {gpu: slot for slot, gpu in enumerate(plan.dest_gpus)}
+        shape = UnitShape(
+            plan.unit_tokens,
+            plan.row_quanta,
+            range(2 * layers.start, 2 * layers.stop),
+            self.geometry.planes,
+        )
+        self.lane.after_current()
+        with self.lane.use():
+            self.copier.copy(
+                self.regions[self.gpu],
+                [self.regions[gpu] for gpu in plan.dest_gpus],
+                records_of(plan, slots),
+                shape,
+            )
+        return self.lane.mark()
+
+
+@dataclass(slots=True)
+class CheckedExecutor:
+    """Debug mode: runs a copy to its end and compares checksums of both sides. Slow; reads everything twice.
+
+    The destinations' regions must be readable here.
+    """
+
+    inner: DirectExecutor
+
+    def start(self, plan: SourcePlan, layers: range | None = None) -> Mark:
+        """As the inner executor's, but done on return.
+
+        Raises:
+            CopyMismatch: naming the request, the layer and the blocks that differ.
+        """
+        geometry = self.inner.geometry
+        layers = check_plan(geometry, self.inner.gpu, plan, layers)
+        planes = slice(2 * layers.start, 2 * layers.stop)
+        parts = {gpu: plan.to_gpu(gpu) for gpu in plan.dest_gpus}
+        before = {
+            gpu: source_checksums(geometry, self.inner.regions[plan.gpu], part) for gpu, part in parts.items()
+        }
+        mark = self.inner.start(plan, layers)
+        mark.wait()
+        for gpu, part in parts.items():
+            after = dest_checksums(geometry, self.inner.regions[gpu], part)
+            compare(geometry, part, before[gpu][planes], after[planes], first_plane=planes.start)
+        return mark
+
+
+def check_plan(geometry: PoolGeometry, gpu: int, plan: SourcePlan, layers: range | None) -> range:
+    """The layers to copy, all by default.
+
+    Raises:
+        CopyError: a plan of another source GPU, or layers that do not exist.
+    """
+    if plan.gpu != gpu:
+        raise CopyError(f"the plan is for source GPU {plan.gpu}, this executor is on GPU {gpu}")
+    if layers is None:
+        return range(geometry.layers)
+    if layers.step != 1 or layers.start < 0 or layers.stop > geometry.layers:
+        raise CopyError(f"layers {layers} are no run of the pool's {geometry.layers} layers")
+    return layers
+
+
+def records_of(plan: SourcePlan, slots: Mapping[int, int]) -> Records:
+    """The records of a plan's units, with `slots` saying which destination slot each GPU is."""
+    slot = np.array([slots[route.dest_gpu] for route in plan.routes], dtype=np.int32)
+    source_stride = np.array([route.source_stride for route in plan.routes], dtype=np.int32)
+    dest_stride = np.array([route.dest_stride for route in plan.routes], dtype=np.int32)
+    route = plan.route
+    return pack_records(
+        plan.source, plan.dest, plan.tokens, slot[route], source_stride[route], dest_stride[route]
+    )
