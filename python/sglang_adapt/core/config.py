@@ -1,0 +1,38 @@
+"""What the command line says about sglang_adapt itself, as one frozen value that is passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_adapt.core.layout import EngineSpec, Layout, candidate_engines
+
+
+@dataclass(frozen=True)
+class AdaptConfig:
+    """The checked settings of one deployment.
+
+    Attributes:
+        gpus: GPUs (real or virtual) of the deployment.
+        virtual: True if they are virtual GPUs on a CPU.
+        tp_sizes: TP sizes whose engines are kept warm, ascending.
+        layout: the layout at start.
+        restart_limit: restarts of one engine within `restart_window_s` after which it is given up.
+        drain_timeout_s: how long running requests may take to finish after SIGTERM or Ctrl-C.
+        threads_per_rank: CPU threads of each rank's torch; used on virtual GPUs only.
+        run_dir: private folder of this run's sockets, removed at the end.
+    """
+
+    gpus: int
+    virtual: bool
+    tp_sizes: tuple[int, ...]
+    layout: Layout
+    restart_limit: int
+    restart_window_s: float
+    drain_timeout_s: float
+    threads_per_rank: int
+    run_dir: str
+
+    @property
+    def candidates(self) -> tuple[EngineSpec, ...]:
+        """All engines that are kept warm."""
+        return candidate_engines(self.tp_sizes, self.gpus)

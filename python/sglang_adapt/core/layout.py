@@ -1,0 +1,146 @@
+"""Layouts: which engine serves on which GPUs, as text and as data.
+
+An engine is written `tp2@0-1` (TP size, first and last GPU) or `tp1@0`; a layout is a comma-separated list of
+engines that covers every GPU once. GPU groups are aligned: an engine of TP size t starts at a multiple of t.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class LayoutError(ValueError):
+    """A layout or a set of TP sizes cannot be served; the text says why and shows one that can."""
+
+
+@dataclass(frozen=True, order=True)
+class EngineSpec:
+    """One engine: `tp` GPUs from `first_gpu` on (GPU indices count from 0 within the deployment)."""
+
+    first_gpu: int
+    tp: int
+
+    @property
+    def gpus(self) -> range:
+        return range(self.first_gpu, self.first_gpu + self.tp)
+
+    @property
+    def name(self) -> str:
+        last = self.first_gpu + self.tp - 1
+        return f"tp{self.tp}@{self.first_gpu}" if self.tp == 1 else f"tp{self.tp}@{self.first_gpu}-{last}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Engines that partition the GPUs, ordered by first GPU."""
+
+    engines: tuple[EngineSpec, ...]
+
+    def __str__(self) -> str:
+        return ",".join(engine.name for engine in self.engines)
+
+
+_ENGINE = re.compile(r"tp(\d+)@(\d+)(?:-(\d+))?")
+
+
+def uniform_layout(tp: int, gpus: int) -> Layout:
+    """All GPUs in engines of TP size `tp`."""
+    return Layout(tuple(EngineSpec(first, tp) for first in range(0, gpus, tp)))
+
+
+def candidate_engines(tp_sizes: Sequence[int], gpus: int) -> tuple[EngineSpec, ...]:
+    """Every aligned engine of every TP size, ordered by TP size, then by GPU."""
+    return tuple(EngineSpec(first, tp) for tp in sorted(tp_sizes) for first in range(0, gpus - tp + 1, tp))
+
+
+def parse_layout(text: str, tp_sizes: Sequence[int], gpus: int) -> Layout:
+    """Parse and check a layout for `gpus` GPUs and the allowed TP sizes.
+
+    Raises:
+        LayoutError: bad syntax, a TP size not in `tp_sizes`, a GPU that does not exist, an unaligned group,
+            an overlap or a gap. The text gives the reason and a valid layout.
+    """
+    example = f"a valid layout here is {uniform_layout(min(tp_sizes), gpus)}"
+    engines = sorted(_parse_engine(part.strip(), tp_sizes, gpus, example) for part in text.split(","))
+    owner: dict[int, EngineSpec] = {}
+    for engine in engines:
+        for gpu in engine.gpus:
+            if gpu in owner:
+                raise LayoutError(f"layout {text!r}: {owner[gpu]} and {engine} both use GPU {gpu}; {example}")
+            owner[gpu] = engine
+    missing = [gpu for gpu in range(gpus) if gpu not in owner]
+    if missing:
+        raise LayoutError(f"layout {text!r}: no engine uses GPU {_list(missing)}; {example}")
+    return Layout(tuple(engines))
+
+
+def _parse_engine(part: str, tp_sizes: Sequence[int], gpus: int, example: str) -> EngineSpec:
+    match = _ENGINE.fullmatch(part)
+    if match is None:
+        raise LayoutError(f"{part!r} is not an engine; write tp<size>@<first GPU>-<last GPU>, and {example}")
+    tp, first = int(match[1]), int(match[2])
+    last = first if match[3] is None else int(match[3])
+    if tp not in tp_sizes:
+        raise LayoutError(f"{part}: TP size {tp} is not among --adapt-tp-sizes {_list(tp_sizes)}; {example}")
+    if last - first + 1 != tp:
+        raise LayoutError(f"{part}: TP size {tp} needs {tp} GPUs, but {part.split('@')[1]} names {last - first + 1}; {example}")
+    if last >= gpus:
+        raise LayoutError(f"{part}: GPU {last} does not exist, there are {gpus} (0 to {gpus - 1}); {example}")
+    if first % tp:
+        raise LayoutError(f"{part}: a TP {tp} group starts at a multiple of {tp}, not at GPU {first}; {example}")
+    return EngineSpec(first, tp)
+
+
+def default_tp_sizes(gpus: int, heads: int, kv_heads: int) -> tuple[int, ...]:
+    """Powers of two up to the GPU count that the model's heads allow (always at least TP 1)."""
+    sizes = []
+    tp = 1
+    while tp <= gpus:
+        if gpus % tp == 0 and tp_size_fault(tp, heads, kv_heads) is None:
+            sizes.append(tp)
+        tp *= 2
+    return tuple(sizes)
+
+
+def check_tp_sizes(tp_sizes: Iterable[int], gpus: int, heads: int, kv_heads: int) -> tuple[int, ...]:
+    """Return the sizes sorted; every size divides the GPU count, the heads, and the next larger size.
+
+    Raises:
+        LayoutError: naming the size, the reason and the sizes that would do.
+    """
+    sizes = sorted(tp_sizes)
+    fits = f"--adapt-tp-sizes {','.join(map(str, default_tp_sizes(gpus, heads, kv_heads)))} would do here"
+    if not sizes:
+        raise LayoutError(f"--adapt-tp-sizes is empty; {fits}")
+    for tp in sizes:
+        if tp < 1:
+            raise LayoutError(f"TP size {tp} is not positive; {fits}")
+        if sizes.count(tp) > 1:
+            raise LayoutError(f"TP size {tp} is given twice; {fits}")
+        if gpus % tp:
+            raise LayoutError(f"TP size {tp} does not divide the {gpus} GPUs; {fits}")
+        fault = tp_size_fault(tp, heads, kv_heads)
+        if fault is not None:
+            raise LayoutError(f"TP size {tp} {fault}; {fits}")
+    for small, large in zip(sizes, sizes[1:], strict=False):
+        if large % small:
+            raise LayoutError(f"TP size {large} is not a multiple of {small}, so their shards do not nest; {fits}")
+    return tuple(sizes)
+
+
+def tp_size_fault(tp: int, heads: int, kv_heads: int) -> str | None:
+    """Why a model with these heads cannot be split `tp` ways, or None if it can."""
+    if heads % tp:
+        return f"does not divide the model's {heads} attention heads"
+    if kv_heads % tp and tp % kv_heads:
+        return f"neither divides the model's {kv_heads} KV heads nor is a multiple of them"
+    return None
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

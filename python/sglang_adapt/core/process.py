@@ -1,0 +1,71 @@
+"""Small helpers around processes: die with the parent, the private folder of a run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import tempfile
+from multiprocessing import forkserver
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_RUN_DIR_PREFIX = "sglang_adapt-"
+_MAX_SOCKET_PATH = 107
+_LONGEST_SOCKET_NAME = 40
+
+
+def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process `sig` when its parent ends, however that happens (Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(error)}")
+
+
+def share_forkserver() -> None:
+    """Let this process, forked from a forkserver, start its own children from that same forkserver.
+
+    The standard library hands a forked child the server's address for this purpose, but its `ensure_running` then
+    starts another server, because it tells a running one by a process id that only the first process has.
+
+    Raises:
+        RuntimeError: this process has no forkserver's address: it was not forked from one.
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_address is None or server._forkserver_alive_fd is None:
+        raise RuntimeError(f"process {os.getpid()} was not started from a forkserver")
+    server.ensure_running = _already_running
+
+
+def _already_running() -> None:
+    return None
+
+
+def make_run_dir() -> Path:
+    """Make this run's private folder (mode 0700), named after this process, and remove those of dead runs.
+
+    Raises:
+        OSError: the temporary folder's path is too long for a unix socket; names TMPDIR as the way out.
+    """
+    base = Path(tempfile.gettempdir())
+    sweep_run_dirs(base)
+    path = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}-", dir=base))
+    if len(str(path)) + _LONGEST_SOCKET_NAME > _MAX_SOCKET_PATH:
+        path.rmdir()
+        raise OSError(f"{base} is too long a path for unix sockets; set TMPDIR to a shorter folder")
+    return path
+
+
+def sweep_run_dirs(base: Path) -> list[Path]:
+    """Remove run folders whose process is gone (a run that was killed could not) and return them."""
+    removed = []
+    for path in base.glob(f"{_RUN_DIR_PREFIX}*-*"):
+        pid = path.name.removeprefix(_RUN_DIR_PREFIX).split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+    return removed

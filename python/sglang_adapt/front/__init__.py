@@ -1,0 +1,6 @@
+"""The front: one process with stock's HTTP server and tokenizer manager, and our ASGI layer around them.
+
+- `process.py`: the process itself: settings, router, server; `launcher.py`: starts the router;
+- `asgi.py`: health, readiness, refusals and the draining of requests; `link.py`: what the router says;
+- `settings.py`: from the command line to checked settings; `errors.py`: bodies of our own errors.
+"""

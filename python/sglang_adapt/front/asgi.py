@@ -1,0 +1,216 @@
+"""Our ASGI layer around stock's HTTP app.
+
+- `/health`: liveness, without generating; `/ready`: 200 only when new work is admitted; `/adapt/engines`: the
+  engines' states. `/health_generate` stays stock's, which generates a token.
+- Work is refused with a 503 before it is read when the server drains or no engine is up.
+- Every 503 carries Retry-After, stock's too.
+- SIGTERM and Ctrl-C drain: no new work, what runs finishes, the engines stop, then the HTTP server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+
+from sglang_adapt.core.messages import RouterStatus
+from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal, error_body
+from sglang_adapt.front.link import RouterLink
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_WORK_PREFIXES = ("/v1/", "/api/")
+_WORK_PATHS = frozenset(
+    ("/generate", "/encode", "/classify", "/invocations", "/vertex_generate", "/rerank", "/score")
+)
+_NOT_WORK = frozenset(("/v1/models", "/v1/loads", "/v1/tokenize", "/v1/detokenize"))
+
+
+class RouterProcess(Protocol):
+    """The router's process, as far as draining needs it."""
+
+    def is_alive(self) -> bool: ...
+
+
+class AdaptLayer:
+    """The middleware; one instance a server.
+
+    Args:
+        app: stock's app.
+        link: what the router says.
+        drain_timeout_s: how long running requests may take once the server drains.
+        router: returns the router's process.
+        start_receiving: makes the tokenizer manager receive (and take over signals, which are then taken back).
+    """
+
+    def __init__(
+        self,
+        app: App,
+        link: RouterLink,
+        drain_timeout_s: float,
+        router: Callable[[], RouterProcess],
+        start_receiving: Callable[[], None],
+    ) -> None:
+        self._app = app
+        self._link = link
+        self._drain_timeout_s = drain_timeout_s
+        self._router = router
+        self._start_receiving = start_receiving
+        self._working = 0
+        self._draining: asyncio.Task[None] | None = None
+        self._stop_server: Callable[..., Any] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, self._starting(send))
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _starting(self, send: Send) -> Send:
+        async def wrapped(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                self._link.open()
+                self._take_signals()
+            await send(message)
+
+        return wrapped
+
+    def _take_signals(self) -> None:
+        """Take SIGTERM and Ctrl-C from uvicorn, and keep uvicorn's own handler for the end of the drain."""
+        handler = signal.getsignal(signal.SIGTERM)
+        if not callable(handler):
+            raise RuntimeError(f"uvicorn has not installed its SIGTERM handler (found {handler})")
+        self._stop_server = handler
+        self._start_receiving()
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, self._start_drain)
+
+    def _start_drain(self) -> None:
+        if self._draining is None:
+            logger.info("shutting down: %d requests to finish", self._working)
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self._link.drain(self._drain_timeout_s)
+        while self._router().is_alive():
+            await asyncio.sleep(0.05)
+        # The router has ended every request; give the answers a moment to be written.
+        for _ in range(100):
+            if not self._working:
+                break
+            await asyncio.sleep(0.05)
+        assert self._stop_server is not None
+        self._stop_server(signal.SIGTERM, None)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].rstrip("/") or "/"
+        if scope["method"] in ("GET", "HEAD"):
+            if path == "/health":
+                status, body = self._health()
+                await _answer(send, status, body)
+                return
+            if path == "/ready":
+                refusal = self._refusal()
+                body = {"ready": refusal is None, "reason": None if refusal is None else refusal.message}
+                await _answer(send, 200 if refusal is None else 503, body)
+                return
+            if path == "/adapt/engines":
+                status_now = self._link.status
+                body = {"layout": None, "engines": []} if status_now is None else _engines(status_now)
+                await _answer(send, 200 if status_now is not None else 503, body)
+                return
+        if not _is_work(scope["method"], path):
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal()
+        if refusal is not None:
+            await _refuse(send, refusal, openai=path.startswith("/v1/"))
+            return
+        self._working += 1
+        try:
+            await self._app(scope, receive, _with_retry_after(send))
+        finally:
+            self._working -= 1
+
+    def _refusal(self) -> Refusal | None:
+        """Why new work is not admitted now, or None."""
+        if self._draining is not None:
+            return Refusal(503, "draining", "the server is shutting down; send the request to another one")
+        status = self._link.status
+        if status is None:
+            return Refusal(503, "no_engine", "the router does not answer; the server is starting or broken")
+        if not any(engine.active and engine.state == "ready" for engine in status.engines):
+            return Refusal(503, "no_engine", f"no engine of layout {status.layout} is up; try again shortly")
+        return None
+
+    def _health(self) -> tuple[int, dict[str, Any]]:
+        """200 while requests can be served; `degraded` names engines that are down. A drain is not healthy."""
+        refusal = self._refusal()
+        status = self._link.status
+        body = {"layout": None, "engines": []} if status is None else _engines(status)
+        if refusal is not None:
+            return 503, {"status": refusal.code, "message": refusal.message, **body}
+        down = [] if status is None else [engine.name for engine in status.engines if engine.state != "ready"]
+        return 200, {"status": "degraded" if down else "ok", "down": down, **body}
+
+
+def _engines(status: RouterStatus) -> dict[str, Any]:
+    return {
+        "layout": status.layout,
+        "engines": [
+            {
+                "name": engine.name,
+                "state": engine.state,
+                "active": engine.active,
+                "in_flight": engine.in_flight,
+                "restarts": engine.restarts,
+                "pids": engine.pids,
+            }
+            for engine in status.engines
+        ],
+    }
+
+
+def _is_work(method: str, path: str) -> bool:
+    if method != "POST" or path in _NOT_WORK:
+        return False
+    return path in _WORK_PATHS or path.startswith(_WORK_PREFIXES)
+
+
+async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    await _respond(send, status, json.dumps(body).encode())
+
+
+async def _refuse(send: Send, refusal: Refusal, openai: bool) -> None:
+    await _respond(send, refusal.status, error_body(refusal, openai))
+
+
+async def _respond(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 503:
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _with_retry_after(send: Send) -> Send:
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 503:
+            headers = list(message.get("headers", ()))
+            if not any(name.lower() == b"retry-after" for name, _ in headers):
+                headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return wrapped

@@ -1,0 +1,68 @@
+"""Starts the router in its own process, and waits for it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from sglang_adapt.core.config import AdaptConfig
+from sglang_adapt.router.process import RouterArgs, router_main
+
+
+class EngineStartError(RuntimeError):
+    """The router or an engine could not be started; the text says which and why."""
+
+
+@dataclass
+class RouterLauncher:
+    """The `Launcher` that stock's launch code calls.
+
+    Attributes:
+        config: the deployment.
+        server_args: stock ServerArgs by TP size.
+        control_endpoint: where the front listens for the router.
+    """
+
+    config: AdaptConfig
+    server_args: dict[int, Any]
+    control_endpoint: str
+    _process: BaseProcess | None = field(default=None, init=False)
+    _report: Connection | None = field(default=None, init=False)
+
+    @property
+    def process(self) -> BaseProcess:
+        if self._process is None:
+            raise EngineStartError("the router has not been started")
+        return self._process
+
+    def start(self, server_args: Any, port_args: Any) -> BaseProcess:
+        context = multiprocessing.get_context("forkserver")
+        self._report, writer = context.Pipe(duplex=False)
+        args = RouterArgs(self.config, self.server_args, port_args, self.control_endpoint, dict(os.environ))
+        self._process = context.Process(target=router_main, args=(args, writer), name="router")
+        self._process.start()
+        writer.close()
+        return self._process
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Block until every engine is warm.
+
+        Raises:
+            EngineStartError: an engine failed, or the router ended.
+        """
+        assert self._report is not None
+        try:
+            report: dict[str, Any] = self._report.recv()
+        except EOFError:
+            self.process.join(5)
+            code = self.process.exitcode
+            raise EngineStartError(f"the router ended while it started (exit code {code}); see its log") from None
+        finally:
+            self._report.close()
+        if report["status"] != "ready":
+            raise EngineStartError(report["error"])
+        return report

@@ -1,0 +1,109 @@
+"""The front's process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_adapt.core.layout import LayoutError
+from sglang_adapt.core.process import die_with_parent, share_forkserver
+from sglang_adapt.front.asgi import AdaptLayer
+from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
+from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.settings import SettingsError, make_settings
+
+logger = logging.getLogger(__name__)
+
+EXIT_USAGE = 2
+EXIT_START_FAILED = 3
+_LISTEN_TIMEOUT_S = 60.0
+
+
+def front_main(argv: Sequence[str], run_dir: str) -> None:
+    """Serve until told to stop. Exits with `EXIT_USAGE` on bad settings, `EXIT_START_FAILED` if an engine fails."""
+    die_with_parent(signal.SIGKILL)
+    share_forkserver()
+    # Until the HTTP server runs there is nothing to drain; the launcher's process forwards Ctrl-C as SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Stock puts its sockets where temporary files go; in the run's folder they are private and go with it.
+    tempfile.tempdir = run_dir
+
+    from sglang_adapt.upstream import front as upstream
+    from sglang_adapt.upstream.rank import prepare_process
+
+    prepare_process(*upstream.FRONT_PATCHES)
+    try:
+        settings = make_settings(argv, run_dir)
+    except (SettingsError, LayoutError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USAGE)
+    config = settings.config
+    kind = "virtual GPUs" if config.virtual else "GPUs"
+    logger.info(
+        "sglang_adapt: %d %s, layout %s, warm engines %s",
+        config.gpus,
+        kind,
+        config.layout,
+        ", ".join(map(str, config.candidates)),
+    )
+    control = f"ipc://{Path(run_dir) / 'control'}"
+    launcher = RouterLauncher(config, settings.server_args, control)
+    link = RouterLink(control)
+    try:
+        upstream.serve(
+            settings.server_args[config.tp_sizes[0]],
+            launcher,
+            AdaptLayer,
+            {
+                "link": link,
+                "drain_timeout_s": config.drain_timeout_s,
+                "router": lambda: launcher.process,
+                "start_receiving": upstream.start_receiving,
+            },
+            lambda args: _warm_up(args, link),
+        )
+    except EngineStartError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_START_FAILED)
+
+
+def _warm_up(server_args: Any, link: RouterLink) -> None:
+    """Wait until the HTTP server listens and the router's status is in, then send one request through everything.
+
+    Raises:
+        TimeoutError: it does not listen, or hears nothing of the router, in a minute.
+        OSError: the request fails.
+    """
+    url = server_args.url()
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
+    while True:
+        try:
+            _get(server_args, f"{url}/ready")
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{url} is not ready after {_LISTEN_TIMEOUT_S:.0f} s: {error}") from error
+            time.sleep(0.05)
+    _get(server_args, f"{url}/model_info")
+    logger.info("ready: http://%s:%d, process %d", server_args.host, server_args.port, os.getpid())
+
+
+def _get(server_args: Any, url: str) -> bytes:
+    request = urllib.request.Request(url)
+    if server_args.api_key:
+        request.add_header("Authorization", f"Bearer {server_args.api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            body: bytes = response.read()
+            return body
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{url}: {error}") from error

@@ -1,0 +1,207 @@
+"""From the command line to checked settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_adapt.core.config import AdaptConfig
+from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
+
+VIRTUAL_GPUS_DEFAULT = 2
+_VIRTUAL_MAX_TOTAL_TOKENS = 32768
+_VIRTUAL_MAX_RUNNING_REQUESTS = 64
+
+
+class SettingsError(ValueError):
+    """The command line asks for something that cannot be served; the text says what and what would do."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the command line says.
+
+    Attributes:
+        config: sglang_adapt's own settings.
+        server_args: stock ServerArgs by TP size.
+    """
+
+    config: AdaptConfig
+    server_args: dict[int, Any]
+
+
+def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the `--adapt-*` flags as a group of their own."""
+    group = parser.add_argument_group("sglang_adapt", "The parallel layout and what keeps it alive.")
+    group.add_argument(
+        "--adapt-tp-sizes",
+        metavar="N,N,...",
+        help="TP sizes whose engines are kept warm (default: powers of two up to the GPU count that the model's "
+        "heads allow)",
+    )
+    group.add_argument(
+        "--adapt-layout",
+        metavar="LAYOUT",
+        help="layout at start: engines that cover every GPU once, e.g. tp1@0,tp1@1 or tp2@0-1 (default: all GPUs "
+        "at the smallest TP size, or at --tp-size if that is given)",
+    )
+    group.add_argument(
+        "--adapt-virtual-gpus",
+        metavar="N",
+        type=int,
+        help=f"number of virtual GPUs on a machine without CUDA (default: {VIRTUAL_GPUS_DEFAULT})",
+    )
+    group.add_argument(
+        "--adapt-restart-limit",
+        metavar="N",
+        type=int,
+        default=3,
+        help="give an engine up when it has died more often than this within --adapt-restart-window (default: 3)",
+    )
+    group.add_argument(
+        "--adapt-restart-window",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="window of --adapt-restart-limit in seconds (default: 300)",
+    )
+    group.add_argument(
+        "--adapt-drain-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="how long running requests may take after SIGTERM or Ctrl-C, in seconds (default: 60)",
+    )
+
+
+def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the rest of the command line for stock's parser.
+
+    Raises:
+        SettingsError: an unknown `--adapt-*` flag, or a bad value of one.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_adapt_flags(parser)
+    try:
+        ours, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise SettingsError(str(error)) from None
+    unknown = [arg.split("=")[0] for arg in rest if arg.startswith("--adapt-")]
+    if unknown:
+        known = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vars(ours)))
+        raise SettingsError(f"{unknown[0]} is not a flag; sglang_adapt knows {known}")
+    for name in ("adapt_restart_limit", "adapt_restart_window", "adapt_drain_timeout"):
+        if getattr(ours, name) < 0:
+            raise SettingsError(f"--{name.replace('_', '-')} {getattr(ours, name)} is negative")
+    return ours, rest
+
+
+def make_settings(argv: Sequence[str], run_dir: str) -> Settings:
+    """Parse and check a whole command line.
+
+    Raises:
+        SettingsError, LayoutError: with the reason and a way out. A bad stock flag exits as stock does.
+    """
+    from sglang_adapt.upstream import front as upstream
+    from sglang_adapt.upstream.entry_points import has_cuda
+
+    ours, rest = split_argv(argv)
+    virtual = not has_cuda()
+    if not any(arg == "--model-path" or arg == "--model" or arg.startswith(("--model-path=", "--model=")) for arg in rest):
+        if "--config" not in rest:
+            from sglang_adapt.demo import demo_model_path
+
+            rest = ["--model-path", str(demo_model_path()), *rest]
+    first = upstream.parse_server_args(rest)
+    _refuse_unsupported(first)
+    gpus = _gpus(ours.adapt_virtual_gpus, virtual, first, upstream.gpu_count())
+    heads, kv_heads = upstream.model_heads(first)
+    tp_sizes = (
+        default_tp_sizes(gpus, heads, kv_heads)
+        if ours.adapt_tp_sizes is None
+        else check_tp_sizes(_numbers(ours.adapt_tp_sizes), gpus, heads, kv_heads)
+    )
+    layout = _layout(ours.adapt_layout, first.tp_size, tp_sizes, gpus)
+    extra = ["--random-seed", str(first.random_seed)]
+    if not first.sleep_on_idle:
+        # An engine that is not in the layout must not use a CPU core to look for work.
+        extra.append("--sleep-on-idle")
+    if virtual:
+        if first.dtype == "auto":
+            # A CPU computes half precision slowly, and outputs can be compared between TP sizes in float32 only.
+            extra += ["--dtype", "float32"]
+        if first.max_total_tokens is None:
+            extra += ["--max-total-tokens", str(_VIRTUAL_MAX_TOTAL_TOKENS)]
+        if first.max_running_requests is None:
+            extra += ["--max-running-requests", str(_VIRTUAL_MAX_RUNNING_REQUESTS)]
+    elif first.max_total_tokens is None:
+        raise SettingsError(
+            "--max-total-tokens is not given: the engines share each GPU's memory, so the KV pool cannot be sized "
+            "from what is free; give the number of tokens each engine may hold"
+        )
+    server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
+    config = AdaptConfig(
+        gpus=gpus,
+        virtual=virtual,
+        tp_sizes=tp_sizes,
+        layout=layout,
+        restart_limit=ours.adapt_restart_limit,
+        restart_window_s=ours.adapt_restart_window,
+        drain_timeout_s=ours.adapt_drain_timeout,
+        threads_per_rank=1,
+        run_dir=run_dir,
+    )
+    return Settings(config, server_args)
+
+
+def _gpus(asked: int | None, virtual: bool, server_args: Any, devices: int) -> int:
+    if not virtual:
+        if asked is not None:
+            raise SettingsError("--adapt-virtual-gpus is for machines without CUDA; limit GPUs by CUDA_VISIBLE_DEVICES")
+        usable = (devices - server_args.base_gpu_id + server_args.gpu_id_step - 1) // server_args.gpu_id_step
+        if usable < 1:
+            raise SettingsError(f"--base-gpu-id {server_args.base_gpu_id}: there are {devices} GPUs")
+        return usable
+    if asked is not None and asked < 1:
+        raise SettingsError(f"--adapt-virtual-gpus {asked} is not positive")
+    return VIRTUAL_GPUS_DEFAULT if asked is None else asked
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SettingsError(f"--adapt-tp-sizes {text!r}: write TP sizes separated by commas, e.g. 1,2") from None
+
+
+def _layout(text: str | None, tp_size: int, tp_sizes: tuple[int, ...], gpus: int) -> Any:
+    if text is not None:
+        return parse_layout(text, tp_sizes, gpus)
+    tp = tp_sizes[0] if tp_size == 1 else tp_size
+    if tp not in tp_sizes:
+        raise LayoutError(f"--tp-size {tp} is not among the TP sizes {', '.join(map(str, tp_sizes))}")
+    return uniform_layout(tp, gpus)
+
+
+def _refuse_unsupported(args: Any) -> None:
+    """Refuse stock modes that start other processes than ours or split the model otherwise."""
+    reasons = (
+        (args.dp_size > 1, f"--dp-size {args.dp_size}", "replicas are engines of the layout: use --adapt-layout"),
+        (args.pp_size > 1, f"--pp-size {args.pp_size}", "pipeline parallelism is not supported"),
+        (args.nnodes > 1, f"--nnodes {args.nnodes}", "run one server a node behind sglang-router"),
+        (args.enable_dp_attention, "--enable-dp-attention", "data-parallel attention is not supported"),
+        (args.tokenizer_worker_num > 1, "--tokenizer-worker-num", "only one tokenizer worker is supported"),
+        (args.detokenizer_worker_num > 1, "--detokenizer-worker-num", "only one detokenizer worker is supported"),
+        (args.disaggregation_mode != "null", "--disaggregation-mode", "run stock sglang for it"),
+        (args.encoder_only or args.language_only, "--encoder-only/--language-only", "run stock sglang for it"),
+        (args.smg_grpc_mode or args.use_ray, "--smg-grpc-mode/--use-ray", "only the HTTP server is supported"),
+        (args.enable_http2, "--enable-http2", "only uvicorn is supported"),
+        (args.enable_memory_saver, "--enable-memory-saver", "the engines' memory must stay where it is"),
+        (args.weight_cache_mode == "daemon", "--weight-cache-mode daemon", "leave it off"),
+        (args.elastic_ep_backend is not None, "--elastic-ep-backend", "elastic expert parallelism is not supported"),
+    )
+    for refused, flag, way_out in reasons:
+        if refused:
+            raise SettingsError(f"{flag} cannot be used with sglang_adapt: {way_out}")

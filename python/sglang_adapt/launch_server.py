@@ -1,0 +1,112 @@
+"""`python -m sglang_adapt.launch_server`: start the server and leave nothing behind when it ends.
+
+This process imports nothing heavy. It starts the forkserver, which loads sglang once; front, router, detokenizer
+and all engine ranks are forked from it. It passes SIGTERM and Ctrl-C on, and when the front has ended, for
+whatever reason, it ends every process that is left and removes the run's folder.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import psutil
+
+from sglang_adapt.core.process import make_run_dir
+from sglang_adapt.front.settings import SettingsError, add_adapt_flags, split_argv
+
+EXIT_USAGE = 2
+_KILL_WAIT_S = 10.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server; returns its exit code (0 after SIGTERM or Ctrl-C)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in arguments or "--help" in arguments:
+        _print_help()
+        return 0
+    try:
+        split_argv(arguments)
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return _run(arguments)
+
+
+def _run(argv: list[str]) -> int:
+    from sglang_adapt.front.process import front_main
+
+    run_dir = make_run_dir()
+    try:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["sglang_adapt.upstream.preload"])
+        print("sglang_adapt: loading sglang", file=sys.stderr, flush=True)
+        front = context.Process(target=front_main, args=(argv, str(run_dir)), name="front")
+        stopping = _Stopping()
+        front.start()
+        stopping.pass_to(front.pid)
+        front.join()
+        code = front.exitcode or 0
+        return 0 if stopping.asked and code in (0, -signal.SIGTERM, -signal.SIGKILL) else abs(code)
+    finally:
+        _end_children()
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+class _Stopping:
+    """Passes the first SIGTERM or Ctrl-C on to the front as SIGTERM; a second one kills it."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._pid: int | None = None
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, self._on_signal)
+
+    def pass_to(self, pid: int | None) -> None:
+        self._pid = pid
+        if self.asked:
+            self._forward(signal.SIGTERM)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        again, self.asked = self.asked, True
+        self._forward(signal.SIGKILL if again else signal.SIGTERM)
+
+    def _forward(self, sig: signal.Signals) -> None:
+        if self._pid is not None:
+            try:
+                os.kill(self._pid, sig)
+            except ProcessLookupError:
+                # It has ended already; join returns.
+                return
+
+
+def _end_children() -> None:
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        try:
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(children, timeout=_KILL_WAIT_S)
+
+
+def _print_help() -> None:
+    from sglang_adapt.upstream.front import stock_parser
+
+    parser = stock_parser(
+        "python -m sglang_adapt.launch_server",
+        "SGLang with a parallel layout that follows the traffic. Takes every flag of sglang's server and the "
+        "group sglang_adapt at the end. Without --model-path it serves a small demo model.",
+    )
+    add_adapt_flags(parser)
+    parser.print_help()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

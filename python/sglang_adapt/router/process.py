@@ -1,0 +1,305 @@
+"""The router's process: sockets, the event loop, and what connects supervisor and router."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import uvloop
+import zmq
+
+from sglang_adapt.core import messages
+from sglang_adapt.core.config import AdaptConfig
+from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.process import die_with_parent, share_forkserver
+from sglang_adapt.engine.process import rank_main
+from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.router import Outlets, Router
+from sglang_adapt.router.sockets import Inbox, make_socket
+from sglang_adapt.router.supervisor import RankStart, RestartLimit, Supervisor
+from sglang_adapt.upstream import wire
+from sglang_adapt.upstream.rank import RankArgs, prepare_process
+
+logger = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 1.0
+"""How often the router tells the front that it lives."""
+_STOP_TIMEOUT_S = 15.0
+_WARMUP_PROMPT = [0, 1, 2, 3]
+_WARMUP_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class RouterArgs:
+    """What the router's process needs; picklable.
+
+    Attributes:
+        config: the deployment.
+        server_args: stock ServerArgs by TP size.
+        port_args: stock PortArgs of the front: where requests come from and answers go to.
+        control_endpoint: where the front listens for `core.messages`.
+        environment: the front's environment.
+    """
+
+    config: AdaptConfig
+    server_args: dict[int, Any]
+    port_args: Any
+    control_endpoint: str
+    environment: dict[str, str]
+
+
+def router_main(args: RouterArgs, report: Connection) -> None:
+    """Start all engines, report when every one is warm, route until told to drain.
+
+    The report is one dict: `status` "ready" with `max_total_num_tokens`, `max_req_input_len`, `startup_time` and
+    `pids`, or `status` "failed" with `error`.
+    """
+    die_with_parent(signal.SIGKILL)
+    share_forkserver()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    os.environ.update(args.environment)
+    prepare_process()
+    wire.assert_wire_format()
+
+    import setproctitle
+    from sglang.srt.utils.common import configure_logger
+
+    setproctitle.setproctitle("sglang_adapt::router")
+    configure_logger(next(iter(args.server_args.values())), prefix=" router")
+    uvloop.run(_Process(args, report).run())
+
+
+class _Process:
+    """One run of the router. Everything happens on one event loop."""
+
+    def __init__(self, args: RouterArgs, report: Connection) -> None:
+        self._args = args
+        self._config = args.config
+        self._report: Connection | None = report
+        self._context = zmq.Context(1)
+        self._stopped: asyncio.Future[None]
+        self._inputs: dict[EngineSpec, zmq.Socket] = {}
+        self._outputs: dict[EngineSpec, Inbox] = {}
+        self._starts: dict[EngineSpec, int] = {}
+        self._infos: dict[EngineSpec, dict[str, Any]] = {}
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopped = self._loop.create_future()
+        ports = self._args.port_args
+        tokenizer = make_socket(self._context, zmq.PUSH, ports.tokenizer_ipc_name, bind=False)
+        skip_detokenizer = next(iter(self._args.server_args.values())).skip_tokenizer_init
+        outputs = (
+            tokenizer
+            if skip_detokenizer
+            else make_socket(self._context, zmq.PUSH, ports.detokenizer_ipc_name, bind=False)
+        )
+        self._control = make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False)
+        self._router = Router(
+            self._config.layout,
+            Outlets(
+                tokenizer=tokenizer.send,
+                outputs=outputs.send,
+                ready=self._ready,
+                changed=self._changed,
+                lost=self._not_taking,
+            ),
+        )
+        context = multiprocessing.get_context("forkserver")
+        assert isinstance(context, ForkServerContext)
+        self._supervisor = Supervisor(
+            self._loop,
+            context,
+            self._make_ranks,
+            RestartLimit(self._config.restart_limit, self._config.restart_window_s),
+            self._on_loaded,
+            self._on_lost,
+        )
+        self._specs = {spec.name: spec for spec in self._config.candidates}
+        for spec in self._config.candidates:
+            self._router.add_engine(Engine(spec.name, send=self._sender(spec)))
+        for spec in self._config.candidates:
+            logger.info("engine %s: starting %d rank%s", spec, spec.tp, "s" if spec.tp > 1 else "")
+            self._router.engines[spec.name].pids = self._supervisor.start(spec).pids
+        front = make_socket(self._context, zmq.PULL, ports.scheduler_input_ipc_name, bind=False)
+        inboxes = [
+            Inbox(self._loop, front, self._router.on_front_message),
+            Inbox(self._loop, self._control, self._on_control),
+        ]
+        ticker = self._loop.create_task(self._tick())
+        try:
+            await self._stopped
+        finally:
+            ticker.cancel()
+            for inbox in [*inboxes, *self._outputs.values()]:
+                inbox.close()
+            self._context.destroy(linger=500)
+
+    def _sender(self, spec: EngineSpec) -> Any:
+        return lambda data: self._inputs[spec].send(data, zmq.NOBLOCK)
+
+    def _make_ranks(self, spec: EngineSpec) -> list[RankStart]:
+        """Fresh sockets and ports for a new start of an engine, so that nothing of an earlier one can arrive."""
+        number = self._starts[spec] = self._starts.get(spec, -1) + 1
+        engine = self._router.engines[spec.name]
+        engine.restarts = number
+        engine.state = EngineState.STARTING
+        if spec in self._inputs:
+            self._inputs[spec].close(linger=0)
+            self._outputs[spec].close()
+        base = f"ipc://{Path(self._config.run_dir) / f'{spec.name}.{number}'}"
+        self._inputs[spec] = make_socket(self._context, zmq.PUSH, f"{base}.in", bind=True)
+        output = make_socket(self._context, zmq.PULL, f"{base}.out", bind=True)
+        self._outputs[spec] = Inbox(self._loop, output, lambda data: self._router.on_engine_message(engine, data))
+        server_args = self._args.server_args[spec.tp]
+        ports = dataclasses.replace(
+            self._args.port_args,
+            scheduler_input_ipc_name=f"{base}.in",
+            tokenizer_ipc_name=f"{base}.out",
+            detokenizer_ipc_name=f"{base}.out",
+            rpc_ipc_name=f"{base}.rpc",
+            nccl_port=_free_port(),
+        )
+        return [
+            RankStart(
+                rank_main,
+                (
+                    RankArgs(
+                        engine=spec.name,
+                        server_args=server_args,
+                        port_args=ports,
+                        gpu_id=server_args.base_gpu_id + gpu * server_args.gpu_id_step,
+                        tp_rank=rank,
+                        threads=self._config.threads_per_rank if self._config.virtual else None,
+                        environment=self._args.environment,
+                    ),
+                ),
+            )
+            for rank, gpu in enumerate(spec.gpus)
+        ]
+
+    # What the supervisor tells.
+
+    def _on_loaded(self, spec: EngineSpec, reports: dict[int, dict[str, Any]]) -> None:
+        self._infos[spec] = reports[0]
+        run = self._supervisor.run_of(spec)
+        self._router.engines[spec.name].pids = run.pids
+        logger.info("engine %s: loaded in %.1f s, warming up", spec, time.monotonic() - run.started_at)
+        self._warm_up(spec, self._starts[spec])
+
+    def _warm_up(self, spec: EngineSpec, start: int) -> None:
+        if self._starts[spec] != start or self._router.engines[spec.name].state is not EngineState.STARTING:
+            return
+        rid = f"{wire.WARMUP_RID_PREFIX}_{spec.name}_{start}"
+        try:
+            self._inputs[spec].send(wire.encode_warmup(rid, _WARMUP_PROMPT, _WARMUP_TOKENS), zmq.NOBLOCK)
+        except zmq.Again:
+            # Loaded, but its socket's handshake is not through yet.
+            self._loop.call_later(0.01, self._warm_up, spec, start)
+
+    def _on_lost(self, spec: EngineSpec, why: str, again: bool) -> None:
+        engine = self._router.engines[spec.name]
+        text = f"engine {spec.name} is down: {why}"
+        if self._report is not None:
+            self._finish_report({"status": "failed", "error": text})
+            self._stopped.set_result(None)
+            return
+        if again:
+            logger.error("%s; starting it again", text)
+        else:
+            logger.critical("%s; it died too often, so it is given up", text)
+        engine.pids = []
+        self._router.engine_lost(engine, EngineState.DEAD if again else EngineState.FAILED, text)
+
+    # What the router tells.
+
+    def _ready(self, engine: Engine) -> None:
+        engines = self._router.engines.values()
+        ready = sum(other.state is EngineState.READY for other in engines)
+        seconds = time.monotonic() - self._supervisor.run_of(self._specs[engine.name]).started_at
+        logger.info("engine %s: ready after %.1f s (%d of %d)", engine.name, seconds, ready, len(engines))
+
+    def _changed(self) -> None:
+        engines = self._router.engines.values()
+        if self._report is not None and all(engine.state is EngineState.READY for engine in engines):
+            self._finish_report(
+                {
+                    "status": "ready",
+                    "max_total_num_tokens": self._infos[self._config.layout.engines[0]]["max_total_num_tokens"],
+                    "max_req_input_len": min(info["max_req_input_len"] for info in self._infos.values()),
+                    "startup_time": self._infos[self._config.layout.engines[0]]["startup_time"],
+                    "pids": [pid for engine in engines for pid in engine.pids],
+                }
+            )
+        self._send_status()
+
+    def _finish_report(self, report: dict[str, Any]) -> None:
+        assert self._report is not None
+        self._report.send(report)
+        self._report.close()
+        self._report = None
+
+    def _not_taking(self, engine: Engine) -> None:
+        self._supervisor.kill(self._specs[engine.name], "it does not take messages any more")
+
+    # What the front tells, and what it is told.
+
+    def _on_control(self, data: bytes) -> None:
+        request = messages.decode_front_to_router(data)
+        if self._draining is None:
+            self._draining = self._loop.create_task(self._drain(request.timeout_s))
+
+    def _send_status(self) -> None:
+        try:
+            self._control.send(messages.encode(self._router.status()), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.debug("the front does not listen yet")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(STATUS_INTERVAL_S)
+            self._send_status()
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Refuse new work, let what runs finish, stop the engines, end the process."""
+        self._router.accepting = False
+        logger.info("draining: %d unfinished requests, at most %.0f s", self._router.in_flight, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while self._router.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self._router.in_flight:
+            self._router.fail_all(f"the server shut down before this request was done ({timeout_s:.0f} s)")
+        stopping = self._loop.create_task(self._supervisor.stop(_STOP_TIMEOUT_S))
+        await asyncio.sleep(0)
+        for spec in self._config.candidates:
+            engine = self._router.engines[spec.name]
+            if engine.state is EngineState.READY:
+                engine.state = EngineState.STOPPED
+                engine.send(wire.encode_shutdown())
+            else:
+                for process in self._supervisor.run_of(spec).processes:
+                    process.kill()
+        await stopping
+        logger.info("all engines have stopped")
+        self._stopped.set_result(None)
+
+
+def _free_port() -> int:
+    """A TCP port that is free now, on which an engine's ranks will meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,209 @@
+"""What the router does with each message. No process and no socket is made here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from sglang_adapt.core.layout import Layout
+from sglang_adapt.core.messages import EngineStatus, RouterStatus
+from sglang_adapt.policy.dispatch import LeastLoaded
+from sglang_adapt.router.control import ControlFanOut
+from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.upstream import wire
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outlets:
+    """Where the router sends what is not for an engine.
+
+    Attributes:
+        tokenizer: one stock message to the tokenizer manager.
+        outputs: one batch of outputs on its way to the tokenizer manager (through the detokenizer, if there is one).
+        ready: called with an engine that has answered its warm-up request.
+        changed: called when the status has changed.
+        lost: called with an engine that does not take messages any more.
+    """
+
+    tokenizer: Callable[[bytes], None]
+    outputs: Callable[[bytes], None]
+    ready: Callable[[Engine], None]
+    changed: Callable[[], None]
+    lost: Callable[[Engine], None]
+
+
+class Router:
+    """Engines, the requests on them, and the handlers of the messages from both sides.
+
+    Invariant: a request id is in `in_flight` of exactly the engine that `_where` names, from the moment its
+    message is sent to that engine until its last output, its abort or its error passes here.
+    """
+
+    def __init__(self, layout: Layout, outlets: Outlets) -> None:
+        self.layout = layout
+        self.engines: dict[str, Engine] = {}
+        self.accepting = True
+        self._active = {engine.name for engine in layout.engines}
+        self._dispatch: LeastLoaded[str] = LeastLoaded()
+        self._where: dict[str, Engine] = {}
+        self._out = outlets
+        self._control = ControlFanOut(wire.reply_tags(), wire.merge_replies, outlets.tokenizer)
+        self._from_front: dict[bytes, Callable[[bytes], None]] = {
+            wire.GENERATE: self._on_request,
+            wire.EMBED: self._on_request,
+            wire.BATCH_GENERATE: self._on_batch,
+            wire.BATCH_EMBED: self._on_batch,
+            wire.ABORT: self._on_abort,
+        }
+
+    @property
+    def in_flight(self) -> int:
+        """Requests accepted and not ended."""
+        return len(self._where)
+
+    def status(self) -> RouterStatus:
+        return RouterStatus(
+            layout=str(self.layout),
+            engines=[
+                EngineStatus(
+                    name=engine.name,
+                    state=engine.state.value,
+                    active=engine.name in self._active,
+                    in_flight=len(engine.in_flight),
+                    restarts=engine.restarts,
+                    pids=engine.pids,
+                )
+                for engine in self.engines.values()
+            ],
+        )
+
+    # Engines come and go.
+
+    def add_engine(self, engine: Engine) -> None:
+        """Know an engine; it gets no request before `engine_ready`."""
+        self.engines[engine.name] = engine
+
+    def engine_ready(self, engine: Engine) -> None:
+        """An engine has answered its warm-up request: dispatch to it if its layout is active."""
+        engine.state = EngineState.READY
+        if engine.name in self._active and engine.name not in self._dispatch:
+            self._dispatch.add(engine.name)
+        for request in self._control.engine_up(engine.name):
+            self._send(engine, request)
+        self._out.ready(engine)
+        self._out.changed()
+
+    def engine_lost(self, engine: Engine, state: EngineState, why: str) -> None:
+        """An engine is gone: nothing more is sent to it, and its requests end with a 503 that says why."""
+        engine.state = state
+        if engine.name in self._dispatch:
+            self._dispatch.remove(engine.name)
+        self._control.engine_lost(engine.name)
+        lost, engine.in_flight = engine.in_flight, {}
+        for rid in lost:
+            del self._where[rid]
+            self._out.tokenizer(wire.encode_unavailable(rid, why))
+        if lost:
+            logger.error("%s: %d unfinished requests ended with 503: %s", engine.name, len(lost), why)
+        self._out.changed()
+
+    def fail_all(self, why: str) -> None:
+        """End every unfinished request with a 503 that says why, and stop the engines' work on them."""
+        for engine in self.engines.values():
+            lost, engine.in_flight = engine.in_flight, {}
+            for rid in lost:
+                del self._where[rid]
+                self._out.tokenizer(wire.encode_unavailable(rid, why))
+                self._send(engine, wire.encode_abort(rid))
+
+    # Messages from the front.
+
+    def on_front_message(self, data: bytes) -> None:
+        tag = wire.peek_tag(data)
+        handler = self._from_front.get(tag)
+        if handler is not None:
+            handler(data)
+            return
+        engines = [engine for engine in self.engines.values() if engine.state is EngineState.READY]
+        # Active engines first: the merged answer is the first engine's where answers cannot be added up.
+        engines.sort(key=lambda engine: engine.name not in self._active)
+        self._control.open(tag, data, [engine.name for engine in engines])
+        for engine in engines:
+            self._send(engine, data)
+
+    def _on_request(self, data: bytes) -> None:
+        rid, tokens = wire.request_head(data)
+        if not self.accepting:
+            self._out.tokenizer(wire.encode_unavailable(rid, "the server is shutting down"))
+            return
+        while True:
+            name = self._dispatch.least()
+            if name is None:
+                why = f"no engine of layout {self.layout} is up; one is being restarted, so try again shortly"
+                self._out.tokenizer(wire.encode_unavailable(rid, why))
+                return
+            engine = self.engines[name]
+            if self._send(engine, data):
+                break
+        if rid.startswith(wire.HEALTH_RID_PREFIX):
+            # A busy engine answers it with a message that carries no id, so it cannot be tracked.
+            return
+        self._dispatch.assign(name, tokens)
+        engine.in_flight[rid] = tokens
+        self._where[rid] = engine
+
+    def _on_batch(self, data: bytes) -> None:
+        for request in wire.split_batch(data):
+            self._on_request(request)
+
+    def _on_abort(self, data: bytes) -> None:
+        rid, abort_all = wire.abort_head(data)
+        engine = None if abort_all else self._where.get(rid)
+        # Stock aborts by prefix, so an id that is not known here may name several requests anywhere.
+        targets = [engine] if engine is not None else [e for e in self.engines.values() if e.in_flight]
+        for target in targets:
+            self._send(target, data)
+
+    def _send(self, engine: Engine, data: bytes) -> bool:
+        try:
+            engine.send(data)
+        except zmq.Again:
+            if engine.state is EngineState.READY:
+                self._out.lost(engine)
+            return False
+        return True
+
+    # Messages from an engine.
+
+    def on_engine_message(self, engine: Engine, data: bytes) -> None:
+        tag = wire.peek_tag(data)
+        if tag in (wire.TOKEN_OUTPUT, wire.EMBED_OUTPUT):
+            self._on_outputs(engine, data)
+        elif tag == wire.ABORT:
+            self._end(engine, wire.abort_head(data)[0])
+            self._out.tokenizer(data)
+        elif tag == wire.HEALTH_OUTPUT:
+            self._out.tokenizer(data)
+        else:
+            self._control.reply(engine.name, tag, data)
+
+    def _on_outputs(self, engine: Engine, data: bytes) -> None:
+        rids, finished = wire.output_head(data)
+        if rids and rids[0].startswith(wire.WARMUP_RID_PREFIX):
+            if finished:
+                self.engine_ready(engine)
+            return
+        for rid in finished:
+            self._end(engine, rid)
+        self._out.outputs(data)
+
+    def _end(self, engine: Engine, rid: str) -> None:
+        tokens = engine.in_flight.pop(rid, None)
+        if tokens is not None:
+            del self._where[rid]
+            self._dispatch.release(engine.name, tokens)

@@ -1,0 +1,189 @@
+"""Starts the engines' processes, notices when one ends, and starts its engine again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+from sglang_adapt.core.layout import EngineSpec
+
+logger = logging.getLogger(__name__)
+
+RankMain = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """One process to start: `target(*args, connection)`; the connection carries its start-up report."""
+
+    target: RankMain
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class RestartLimit:
+    """Give an engine up after `restarts` restarts within `window_s` seconds."""
+
+    restarts: int
+    window_s: float
+
+
+@dataclass(eq=False)
+class EngineRun:
+    """One start of one engine: its rank processes and their start-up reports."""
+
+    spec: EngineSpec
+    started_at: float
+    processes: list[ForkServerProcess] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
+    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
+    exited: set[int] = field(default_factory=set)
+    ended: bool = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes if process.pid is not None]
+
+
+class Supervisor:
+    """The engines' processes.
+
+    Args:
+        loop: the router's event loop; all callbacks run on it.
+        context: a forkserver context whose server has loaded sglang.
+        make_ranks: the processes of a new start of an engine (fresh sockets and ports each time).
+        on_loaded: all ranks of a start have reported; gets their reports by rank.
+        on_lost: a rank ended without being told to; the others of its engine are being killed. Gets the
+            reason and whether the engine will be started again.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: ForkServerContext,
+        make_ranks: Callable[[EngineSpec], Sequence[RankStart]],
+        limit: RestartLimit,
+        on_loaded: Callable[[EngineSpec, dict[int, dict[str, Any]]], None],
+        on_lost: Callable[[EngineSpec, str, bool], None],
+    ) -> None:
+        self._loop = loop
+        self._context = context
+        self._make_ranks = make_ranks
+        self._limit = limit
+        self._on_loaded = on_loaded
+        self._on_lost = on_lost
+        self._runs: dict[EngineSpec, EngineRun] = {}
+        self._restarts: dict[EngineSpec, deque[float]] = {}
+        self._stopping = False
+
+    def start(self, spec: EngineSpec) -> EngineRun:
+        """Start an engine's ranks; returns at once."""
+        run = EngineRun(spec, time.monotonic())
+        self._runs[spec] = run
+        for rank, start in enumerate(self._make_ranks(spec)):
+            reader, writer = self._context.Pipe(duplex=False)
+            process = self._context.Process(
+                target=start.target, args=(*start.args, writer), name=f"{spec.name}:{rank}", daemon=False
+            )
+            process.start()
+            writer.close()
+            run.processes.append(process)
+            run.connections.append(reader)
+            self._loop.add_reader(reader.fileno(), self._on_report, run, rank)
+            self._loop.add_reader(process.sentinel, self._on_exit, run, rank)
+        return run
+
+    def run_of(self, spec: EngineSpec) -> EngineRun:
+        return self._runs[spec]
+
+    def kill(self, spec: EngineSpec, why: str) -> None:
+        """Kill an engine's ranks and start it again: it does not do what it should."""
+        self._lose(self._runs[spec], why)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Wait for all ranks to end, which they were told to; kill those that have not after `timeout_s`."""
+        self._stopping = True
+        deadline = time.monotonic() + timeout_s
+        while (alive := self._alive()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for process in alive:
+            logger.warning("%s did not shut down within %.0f s; killed", process.name, timeout_s)
+            process.kill()
+        for process in alive:
+            await self._loop.run_in_executor(None, process.join, 5.0)
+
+    def _alive(self) -> list[ForkServerProcess]:
+        return [process for run in self._runs.values() for process in run.processes if process.is_alive()]
+
+    def _on_report(self, run: EngineRun, rank: int) -> None:
+        connection = run.connections[rank]
+        self._loop.remove_reader(connection.fileno())
+        try:
+            report = connection.recv()
+        except EOFError:
+            # The process ended before it reported; its sentinel tells the rest.
+            return
+        finally:
+            connection.close()
+        if run.ended:
+            return
+        if report.get("status") != "ready":
+            self._lose(run, f"rank {rank} failed to start: {report.get('error', 'no reason given')}")
+            return
+        run.reports[rank] = report
+        if len(run.reports) == len(run.processes):
+            self._on_loaded(run.spec, run.reports)
+
+    def _on_exit(self, run: EngineRun, rank: int) -> None:
+        process = run.processes[rank]
+        self._loop.remove_reader(process.sentinel)
+        process.join(0)
+        run.exited.add(rank)
+        if not run.ended and not self._stopping:
+            # A report that is already in the pipe says more than the exit code.
+            if rank not in run.reports and not run.connections[rank].closed and run.connections[rank].poll():
+                self._on_report(run, rank)
+            if not run.ended:
+                phase = "while serving" if len(run.reports) == len(run.processes) else "while starting"
+                self._lose(run, f"rank {rank} (pid {process.pid}) ended {phase} with {_exit(process.exitcode)}")
+        if run.ended and len(run.exited) == len(run.processes):
+            self._after_end(run)
+
+    def _lose(self, run: EngineRun, why: str) -> None:
+        if run.ended:
+            return
+        run.ended = True
+        times = self._restarts.setdefault(run.spec, deque())
+        now = time.monotonic()
+        while times and now - times[0] > self._limit.window_s:
+            times.popleft()
+        again = len(times) < self._limit.restarts
+        if again:
+            times.append(now)
+        for process in run.processes:
+            if process.is_alive():
+                process.kill()
+        self._on_lost(run.spec, why, again)
+
+    def _after_end(self, run: EngineRun) -> None:
+        """All ranks of a lost engine are gone, so its GPUs are free: start it again if it was not given up."""
+        for connection in run.connections:
+            if not connection.closed:
+                self._loop.remove_reader(connection.fileno())
+                connection.close()
+        times = self._restarts.get(run.spec)
+        if self._stopping or self._runs[run.spec] is not run:
+            return
+        if times and times[-1] >= run.started_at:
+            self.start(run.spec)
+
+
+def _exit(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

@@ -1,0 +1,162 @@
+"""The front: stock's HTTP server, tokenizer manager and detokenizer, with our router in the schedulers' place."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.upstream.patch import Patch
+from sglang_adapt.upstream.rank import prepare_process
+
+logger = logging.getLogger(__name__)
+
+
+class Launcher(Protocol):
+    """What is started in the place of the schedulers."""
+
+    def start(self, server_args: Any, port_args: Any) -> multiprocessing.process.BaseProcess:
+        """Start the router with stock's arguments and return its process."""
+
+    def wait_ready(self) -> dict[str, Any]:
+        """Block until every engine is warm; returns what stock expects of a scheduler, raises if one failed."""
+
+
+class RouterInsteadOfSchedulers(Patch):
+    """Starts the router, which starts the engines, where stock starts schedulers or its data-parallel controller.
+
+    Stock hands `run_scheduler_process_func` of `launch_server` through to here; ours is a `Launcher`.
+    """
+
+    target = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"
+    kind = "replace"
+
+    @staticmethod
+    def hook(cls: type, server_args: Any, port_args: Any, run_scheduler_process_func: Launcher) -> tuple[Any, Any]:
+        from sglang.srt.entrypoints.engine import SchedulerInitResult
+
+        launcher = run_scheduler_process_func
+        process = launcher.start(server_args, port_args)
+        infos: list[dict[str, Any]] = []
+        pids = [process.pid]
+
+        def wait_for_ready() -> None:
+            info = launcher.wait_ready()
+            pids.extend(info.pop("pids"))
+            infos.append(info)
+
+        result = SchedulerInitResult(
+            scheduler_infos=infos,
+            all_child_pids=pids,
+            wait_for_ready=wait_for_ready,
+            block_until_scheduler_exits=process.join,
+        )
+        return result, [process]
+
+
+class ForkInsteadOfSpawn(Patch):
+    """Makes the detokenizer start from the forkserver; stock sets multiprocessing to spawn, a second import."""
+
+    target = "sglang.srt.entrypoints.engine._set_envs_and_config"
+    kind = "after"
+
+    @staticmethod
+    def hook(result: None, server_args: Any) -> None:
+        multiprocessing.set_start_method("forkserver", force=True)
+
+
+FRONT_PATCHES: tuple[type[Patch], ...] = (RouterInsteadOfSchedulers, ForkInsteadOfSpawn)
+
+
+def parse_server_args(argv: list[str]) -> Any:
+    """Stock ServerArgs from a stock command line; exits with stock's message on a bad one."""
+    from sglang.srt.server_args import prepare_server_args
+
+    return prepare_server_args(argv)
+
+
+def stock_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser that knows every flag of stock's launch_server (for --help)."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def model_heads(server_args: Any) -> tuple[int, int]:
+    """(attention heads, KV heads) of the model, from its config."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    config = ModelConfig.from_server_args(server_args)
+    return config.num_attention_heads, config.get_total_num_kv_heads()
+
+
+def gpu_count() -> int:
+    """CUDA devices that this process may use; asks NVML, so that CUDA is not initialised."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_detokenizer(server_args: Any, port_args: Any) -> None:
+    """Stock's detokenizer process, which ends with an exit code other than 0 when its loop ends."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prepare_process()
+    run_detokenizer_process(server_args, port_args)
+    # It serves for ever; stock logs what ended it and tells its parent, which here is the forkserver.
+    sys.exit(1)
+
+
+def serve(
+    server_args: Any,
+    launcher: Launcher,
+    middleware: type,
+    middleware_args: dict[str, Any],
+    warm_up: Callable[[Any], None],
+) -> None:
+    """Run stock's HTTP server in this process until it is told to stop.
+
+    Args:
+        server_args: stock ServerArgs for the front.
+        launcher: starts the router.
+        middleware: ASGI middleware class around the stock app, made with `middleware_args`.
+        warm_up: called with server_args in a thread when the HTTP server listens; the server counts as up
+            once it has returned, and is stopped if it raises.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    http_server.app.add_middleware(middleware, **middleware_args)
+
+    def execute_warmup(args: Any) -> bool:
+        try:
+            warm_up(args)
+        except Exception:
+            logger.exception("the warm-up request failed, so the server stops")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return False
+        http_server._global_state.tokenizer_manager.server_status = http_server.ServerStatus.Up
+        return True
+
+    http_server.launch_server(
+        server_args,
+        run_scheduler_process_func=launcher,
+        run_detokenizer_process_func=run_detokenizer,
+        execute_warmup_func=execute_warmup,
+    )
+
+
+def start_receiving() -> None:
+    """Start the tokenizer manager's receive loop now; stock does at the first request, and takes SIGTERM then."""
+    from sglang.srt.entrypoints import http_server
+
+    http_server._global_state.tokenizer_manager.auto_create_handle_loop()

@@ -1,0 +1,174 @@
+"""One rank of one engine: a stock scheduler in a process forked from the forkserver.
+
+Does what stock's `run_scheduler_process` (sglang/srt/managers/scheduler.py) does, with two differences: it
+tells of a failure by raising instead of a signal to its parent, which is the forkserver and not the server; and
+it checks the version gate and the patches first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.upstream.patch import PATCHES, Patch
+
+
+@dataclass(frozen=True)
+class RankArgs:
+    """What a rank needs to start; picklable.
+
+    Attributes:
+        engine: name of the engine, e.g. `tp2@0-1`.
+        server_args: stock ServerArgs with the engine's `tp_size`.
+        port_args: stock PortArgs of this start of the engine; the same for all its ranks.
+        gpu_id: device index of the rank.
+        tp_rank: rank within the engine.
+        threads: CPU threads of torch, or None to leave torch's default.
+        environment: the front's environment, which stock's launcher has filled in.
+    """
+
+    engine: str
+    server_args: Any
+    port_args: Any
+    gpu_id: int
+    tp_rank: int
+    threads: int | None
+    environment: dict[str, str]
+
+
+class OneOutputSocket(Patch):
+    """Sends all of a scheduler's output through one socket.
+
+    Stock has one to the tokenizer manager and one to the detokenizer, whose order a reader of both cannot know.
+    Here both lead to the router, which needs an engine's messages in the order in which they were sent.
+    """
+
+    target = "sglang.srt.managers.scheduler_components.ipc_channels.SchedulerIpcChannels.create"
+    kind = "after"
+
+    @staticmethod
+    def hook(channels: Any, *args: Any, **kwargs: Any) -> Any:
+        import dataclasses
+
+        unused = channels.send_to_tokenizer.socket
+        if unused is not None:
+            unused.close(linger=0)
+        return dataclasses.replace(channels, send_to_tokenizer=channels.send_to_detokenizer)
+
+
+class WatchdogEndsItsOwnProcess(Patch):
+    """Makes a scheduler's watchdog end the hanging scheduler itself.
+
+    Stock signals the parent, here the forkserver, which serves every other engine too. The router sees the
+    rank die and restarts its engine.
+    """
+
+    target = "sglang.srt.utils.watchdog.WatchdogRaw.__init__"
+    kind = "after"
+
+    @staticmethod
+    def hook(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
+        import psutil
+
+        self.parent_process = psutil.Process()
+
+
+RANK_PATCHES: tuple[type[Patch], ...] = (OneOutputSocket, WatchdogEndsItsOwnProcess)
+
+
+def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
+    """Build the scheduler, report its start-up facts, serve until it is told to shut down.
+
+    Args:
+        args: what to start.
+        report: called once with stock's `get_init_info()` dict when the scheduler is up.
+
+    Raises:
+        PatchError, UnsupportedVersionError: this process is not what it should be.
+        Exception: whatever the scheduler raises.
+    """
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    os.environ.update(args.environment)
+    prepare_process(*RANK_PATCHES)
+
+    import setproctitle
+    import torch
+    from sglang.srt.entrypoints.engine import _compute_parallelism_ranks
+    from sglang.srt.environ import envs
+    from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.utils.common import configure_logger
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    # Engines of other sizes use the same GPUs, so free memory differs between the GPUs of a group by design.
+    envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.set(False)
+    attn_cp_rank, moe_dp_rank, moe_ep_rank = _compute_parallelism_ranks(args.server_args, args.tp_rank)
+    configure_scheduler_process(
+        args.server_args, args.gpu_id, args.tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, 0, None
+    )
+    label = args.engine if args.server_args.tp_size == 1 else f"{args.engine}:{args.tp_rank}"
+    configure_logger(args.server_args, prefix=f" {label}")
+    # Stock finds its schedulers by the beginning of this title.
+    setproctitle.setproctitle(f"sglang::scheduler_{label}")
+    publish(args.server_args, role="scheduler")
+    scheduler = Scheduler(
+        args.server_args,
+        args.port_args,
+        args.gpu_id,
+        args.tp_rank,
+        moe_ep_rank,
+        0,
+        attn_cp_rank,
+        moe_dp_rank,
+        None,
+    )
+    report(scheduler.get_init_info())
+    try:
+        scheduler.run_event_loop()
+    finally:
+        if scheduler.gracefully_exit:
+            scheduler.release_host_resources()
+
+
+def prepare_process(*patches: type[Patch]) -> list[str]:
+    """Load stock's plugins, pass the version gate, apply patches and verify them together with the CPU's.
+
+    Returns the names of the patches in place. To be called at the start of every process that uses sglang.
+    """
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_adapt.upstream.entry_points import has_cuda
+    from sglang_adapt.upstream.version import check_versions
+
+    check_versions()
+    load_plugins()
+    expected = patches
+    if not has_cuda():
+        from sglang_adapt.upstream.cpu.patches import CPU_PATCHES
+
+        assert_virtual_gpus()
+        expected = CPU_PATCHES + patches
+    PATCHES.apply(*patches)
+    return PATCHES.verify(*expected)
+
+
+def assert_virtual_gpus() -> None:
+    """Raise unless sglang runs on our CPU platform in this process (its loading fails open as well)."""
+    from sglang.srt.platforms import current_platform
+
+    from sglang_adapt.upstream.cpu.platform import VirtualGpuPlatform
+    from sglang_adapt.upstream.patch import PatchError
+
+    if not isinstance(current_platform, VirtualGpuPlatform):
+        raise PatchError(
+            f"there is no CUDA device, and sglang runs on {type(current_platform).__name__} instead of "
+            f"sglang_adapt's VirtualGpuPlatform; install the package (pip install, uv sync), so that sglang "
+            f"finds its entry points"
+        )

@@ -1,0 +1,275 @@
+"""Stock sglang's IPC messages, read as little as needed.
+
+A stock message is a tagged msgpack array `[tag, field, field, ...]` (sglang/srt/managers/io_struct.py). The router
+looks at the tag, decodes the leading fields with a shorter struct of the same tag (msgspec skips the rest) and
+forwards the bytes untouched. Only merged control answers and errors are decoded and encoded as stock's own types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+HEALTH_RID_PREFIX = "HEALTH_CHECK"
+WARMUP_RID_PREFIX = "SGLANG_ADAPT_WARMUP"
+
+GENERATE = b"TokenizedGenerateReqInput"
+EMBED = b"TokenizedEmbeddingReqInput"
+BATCH_GENERATE = b"BatchTokenizedGenerateReqInput"
+BATCH_EMBED = b"BatchTokenizedEmbeddingReqInput"
+ABORT = b"AbortReq"
+TOKEN_OUTPUT = b"BatchTokenIDOutput"
+EMBED_OUTPUT = b"BatchEmbeddingOutput"
+HEALTH_OUTPUT = b"HealthCheckOutput"
+INTERNAL_STATE = b"GetInternalStateReqOutput"
+
+
+class WireError(ValueError):
+    """Bytes that are not a tagged stock message."""
+
+
+def peek_tag(data: bytes) -> bytes:
+    """The tag of a tagged msgpack array, without decoding anything else.
+
+    Raises:
+        WireError: not an array that begins with a string.
+    """
+    try:
+        head = data[0]
+        if 0x91 <= head <= 0x9F:
+            at = 1
+        elif head == 0xDC:
+            at = 3
+        elif head == 0xDD:
+            at = 5
+        else:
+            raise WireError(f"message begins with byte {head:#x}, not with an array")
+        kind = data[at]
+        if 0xA0 <= kind <= 0xBF:
+            return data[at + 1 : at + 1 + (kind & 0x1F)]
+        if kind == 0xD9:
+            return data[at + 2 : at + 2 + data[at + 1]]
+    except IndexError:
+        raise WireError(f"message of {len(data)} bytes is cut short") from None
+    raise WireError(f"message's first item begins with byte {kind:#x}, not with a string")
+
+
+class _GenerateHead(msgspec.Struct, tag="TokenizedGenerateReqInput", array_like=True):
+    rid: str
+    http_worker_ipc: msgspec.Raw
+    input_text: msgspec.Raw
+    input_ids: msgspec.Raw
+
+
+class _EmbedHead(msgspec.Struct, tag="TokenizedEmbeddingReqInput", array_like=True):
+    rid: str
+    http_worker_ipc: msgspec.Raw
+    input_text: msgspec.Raw
+    input_ids: msgspec.Raw
+
+
+class _BatchGenerate(msgspec.Struct, tag="BatchTokenizedGenerateReqInput", array_like=True):
+    rids: msgspec.Raw
+    http_worker_ipcs: msgspec.Raw
+    batch: list[msgspec.Raw]
+
+
+class _BatchEmbed(msgspec.Struct, tag="BatchTokenizedEmbeddingReqInput", array_like=True):
+    rids: msgspec.Raw
+    http_worker_ipcs: msgspec.Raw
+    batch: list[msgspec.Raw]
+
+
+class _AbortHead(msgspec.Struct, tag="AbortReq", array_like=True):
+    rid: str
+    http_worker_ipc: msgspec.Raw
+    abort_all: bool = False
+
+
+class _TokenOutputHead(msgspec.Struct, tag="BatchTokenIDOutput", array_like=True):
+    rids: list[str]
+    http_worker_ipcs: msgspec.Raw
+    finished_reasons: list[msgspec.Raw]
+
+
+class _EmbedOutputHead(msgspec.Struct, tag="BatchEmbeddingOutput", array_like=True):
+    rids: list[str]
+    http_worker_ipcs: msgspec.Raw
+    finished_reasons: list[msgspec.Raw]
+
+
+_REQUEST = msgspec.msgpack.Decoder(_GenerateHead | _EmbedHead)
+_BATCH = msgspec.msgpack.Decoder(_BatchGenerate | _BatchEmbed)
+_ABORT = msgspec.msgpack.Decoder(_AbortHead)
+_OUTPUT = msgspec.msgpack.Decoder(_TokenOutputHead | _EmbedOutputHead)
+
+_NIL = b"\xc0"
+_BYTES_PER_TOKEN = 8
+"""Stock sends token ids as `array("q")`: eight bytes each."""
+
+
+def request_head(data: bytes) -> tuple[str, int]:
+    """(request id, about how many prompt tokens) of one tokenized request."""
+    head = _REQUEST.decode(data)
+    return head.rid, len(head.input_ids) // _BYTES_PER_TOKEN
+
+
+def split_batch(data: bytes) -> list[bytes]:
+    """The requests of a stock batch message, each a message of its own."""
+    return [bytes(item) for item in _BATCH.decode(data).batch]
+
+
+def abort_head(data: bytes) -> tuple[str, bool]:
+    """(request id or prefix, abort everything?) of an abort."""
+    head = _ABORT.decode(data)
+    return head.rid, head.abort_all
+
+
+def output_head(data: bytes) -> tuple[list[str], list[str]]:
+    """(all request ids, the finished ones) of a batch of outputs."""
+    head = _OUTPUT.decode(data)
+    finished = [rid for rid, reason in zip(head.rids, head.finished_reasons, strict=True) if bytes(reason) != _NIL]
+    return head.rids, finished
+
+
+def encode_unavailable(rid: str, message: str) -> bytes:
+    """The stock message that ends a request with a 503 and a text, for the tokenizer manager."""
+    from sglang.srt.managers.io_struct import AbortReq, msgpack_encode
+
+    reason = {"type": "abort", "message": message, "status_code": 503, "err_type": "ServiceUnavailable"}
+    return msgpack_encode(AbortReq(rid=rid, finished_reason=reason))
+
+
+def encode_abort(rid: str) -> bytes:
+    """The stock message that ends a request which its client has given up, for the tokenizer manager."""
+    from sglang.srt.managers.io_struct import AbortReq, msgpack_encode
+
+    return msgpack_encode(AbortReq(rid=rid))
+
+
+def encode_shutdown() -> bytes:
+    """The stock message that makes a scheduler release its resources and leave its loop."""
+    from sglang.srt.managers.io_struct import ShutdownReq, msgpack_encode
+
+    return msgpack_encode(ShutdownReq())
+
+
+def encode_warmup(rid: str, prompt: list[int], new_tokens: int) -> bytes:
+    """A tokenized greedy request of our own; the router swallows its outputs."""
+    from array import array
+
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, msgpack_encode
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    params.normalize(tokenizer=None)
+    request = TokenizedGenerateReqInput(
+        rid=rid,
+        input_text="",
+        input_ids=array("q", prompt),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+    request.wrap_pickle_fields()
+    return msgpack_encode(request)
+
+
+_REPLY_EXCEPTIONS = {
+    b"LoadLoRAAdapterReqInput": b"LoRAUpdateOutput",
+    b"LoadLoRAAdapterFromTensorsReqInput": b"LoRAUpdateOutput",
+    b"UnloadLoRAAdapterReqInput": b"LoRAUpdateOutput",
+}
+
+
+def reply_tags() -> dict[bytes, bytes]:
+    """For each stock control request that is answered: its tag and the tag of its answer.
+
+    Stock names them `XReqInput` or `XReq` and `XReqOutput`; read from io_struct, so a new pair needs no change.
+    """
+    from sglang.srt.managers import io_struct
+
+    names = {name.encode() for name, value in vars(io_struct).items() if isinstance(value, type)}
+    pairs = dict(_REPLY_EXCEPTIONS)
+    for request in names:
+        for suffix in (b"ReqInput", b"Req"):
+            reply = request.removesuffix(suffix) + b"ReqOutput"
+            if request.endswith(suffix) and reply in names:
+                pairs[request] = reply
+    missing = sorted(tag.decode() for pair in _REPLY_EXCEPTIONS.items() for tag in pair if tag not in names)
+    if missing:
+        raise WireError(f"sglang's io_struct has no {', '.join(missing)}; its control messages have changed")
+    return pairs
+
+
+def merge_replies(replies: dict[str, bytes]) -> bytes:
+    """One answer for the tokenizer manager out of the engines' answers to one control request.
+
+    Success only if every engine succeeded; the messages of failed engines are kept, with the engine's name. The
+    internal state is the first engine's, with every engine's main figures beside it under `adapt_engines`.
+
+    Args:
+        replies: engine name to encoded answer, all of one type, in the order of preference; not empty.
+    """
+    from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+
+    if len(replies) == 1 and peek_tag(next(iter(replies.values()))) != INTERNAL_STATE:
+        return next(iter(replies.values()))
+    decoded = {engine: msgpack_decode(data) for engine, data in replies.items()}
+    merged = next(iter(decoded.values()))
+    if hasattr(merged, "internal_state"):
+        merged.internal_state["adapt_engines"] = [
+            {"engine": engine, **{key: reply.internal_state.get(key) for key in _STATE_KEYS}}
+            for engine, reply in decoded.items()
+        ]
+        return msgpack_encode(merged)
+    failed = {engine: reply for engine, reply in decoded.items() if getattr(reply, "success", True) is False}
+    if failed:
+        merged = next(iter(failed.values()))
+        for field in ("message", "error_message"):
+            if hasattr(merged, field):
+                texts = [f"{engine}: {getattr(reply, field)}" for engine, reply in failed.items()]
+                setattr(merged, field, " | ".join(texts))
+    return msgpack_encode(merged)
+
+
+_STATE_KEYS = ("last_gen_throughput", "memory_usage", "effective_max_running_requests_per_dp")
+
+PeekTag = Callable[[bytes], bytes]
+
+
+def assert_wire_format() -> None:
+    """Check against this sglang that the leading fields are where this module reads them.
+
+    Raises:
+        WireError: the stock structs have changed, or stock is set to send pickles instead of msgpack.
+    """
+    from sglang.srt.managers import io_struct
+
+    if io_struct._USE_PICKLE_IPC:
+        raise WireError("SGLANG_USE_PICKLE_IPC is set; sglang_adapt reads msgpack messages only, so unset it")
+    heads: tuple[tuple[Any, Any], ...] = (
+        (_GenerateHead, io_struct.TokenizedGenerateReqInput),
+        (_EmbedHead, io_struct.TokenizedEmbeddingReqInput),
+        (_BatchGenerate, io_struct.BatchTokenizedGenerateReqInput),
+        (_BatchEmbed, io_struct.BatchTokenizedEmbeddingReqInput),
+        (_AbortHead, io_struct.AbortReq),
+        (_TokenOutputHead, io_struct.BatchTokenIDOutput),
+        (_EmbedOutputHead, io_struct.BatchEmbeddingOutput),
+    )
+    for head, stock in heads:
+        ours, theirs = head.__struct_fields__, stock.__struct_fields__
+        if theirs[: len(ours)] != ours:
+            raise WireError(f"{stock.__name__} begins with {theirs[: len(ours)]}, but the router reads {ours}")
+    probe = encode_warmup("probe", [1, 2, 3], 1)
+    if peek_tag(probe) != GENERATE or request_head(probe) != ("probe", 3):
+        raise WireError(f"an encoded request reads back as {peek_tag(probe)!r} {request_head(probe)}")
+    reply_tags()

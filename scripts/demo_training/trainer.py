@@ -1,0 +1,143 @@
+"""The training loop: next-token prediction on the mixed streams, on a GPU or a CPU.
+
+Most steps see windows of `SHORT` tokens; every `LONG_EVERY`-th sees as many tokens in windows of the full
+context length, so that positions up to the last are trained.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM
+
+from demo_training.corpus import STREAMS, Corpus
+from demo_training.network import MAX_LENGTH, demo_config
+
+SHORT = 1024
+LONG_EVERY = 5
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How to train. The rate falls to zero at `steps`, or at `max_seconds` if the clock is faster.
+
+    `mixture` is the share of the windows that each of `STREAMS` gives.
+    """
+
+    steps: int
+    max_seconds: float
+    tokens_per_step: int
+    peak_rate: float
+    weight_decay: float
+    mixture: tuple[float, ...]
+    seed: int
+    warmup_share: float = 0.02
+    report_every: int = 200
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A trained model and how it got there; `held_out_losses` are in nats per token, by stream."""
+
+    model: LlamaForCausalLM
+    steps: int
+    seconds: float
+    train_loss: float
+    held_out_losses: dict[str, float]
+
+
+class WindowSampler:
+    """Draws batches of windows at random places of the streams, on the training device."""
+
+    def __init__(self, streams: dict[str, np.ndarray], plan: TrainingPlan, device: torch.device) -> None:
+        self._streams = [torch.from_numpy(streams[name].astype(np.int16)).to(device) for name in STREAMS]
+        self._random = np.random.default_rng(plan.seed)
+        self._mixture = np.asarray(plan.mixture) / sum(plan.mixture)
+        self._tokens = plan.tokens_per_step
+        self._device = device
+
+    def batch(self, length: int) -> torch.Tensor:
+        """Return windows as int64 [windows, length + 1]; at least one window."""
+        count = max(1, self._tokens // length)
+        windows = []
+        for stream in self._random.choice(len(self._streams), size=count, p=self._mixture):
+            tokens = self._streams[stream]
+            usable = min(length + 1, len(tokens))
+            start = int(self._random.integers(0, len(tokens) - usable + 1))
+            window = tokens[start : start + usable]
+            windows.append(window.repeat(math.ceil((length + 1) / usable))[: length + 1])
+        return torch.stack(windows).long()
+
+
+def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> TrainingResult:
+    """Train a fresh model; prints a line every `plan.report_every` steps."""
+    torch.manual_seed(plan.seed)
+    model = LlamaForCausalLM(demo_config()).to(device).train()
+    optimizer = torch.optim.AdamW(_parameter_groups(model, plan), lr=plan.peak_rate, betas=(0.9, 0.95), eps=1e-8)
+    sampler = WindowSampler(corpus.train, plan, device)
+    began = time.monotonic()
+    step, loss = 0, torch.zeros(())
+    while (progress := max(step / plan.steps, (time.monotonic() - began) / plan.max_seconds)) < 1.0:
+        for group in optimizer.param_groups:
+            group["lr"] = plan.peak_rate * _rate_share(progress, plan.warmup_share)
+        length = MAX_LENGTH if step % LONG_EVERY == LONG_EVERY - 1 else SHORT
+        tokens = sampler.batch(min(length, plan.tokens_per_step))
+        with _precision(device):
+            loss = _token_losses(model, tokens).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % plan.report_every == 0:
+            report = held_out_losses(model, corpus, device)
+            losses = " ".join(f"{name} {value:.4f}" for name, value in report.items())
+            elapsed = time.monotonic() - began
+            print(f"step {step} at {elapsed:.1f} s: train {loss.item():.4f}, held out {losses}", flush=True)
+    elapsed = time.monotonic() - began
+    return TrainingResult(model, step, elapsed, loss.item(), held_out_losses(model, corpus, device))
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: LlamaForCausalLM, corpus: Corpus, device: torch.device, length: int = SHORT, windows: int = 16
+) -> dict[str, float]:
+    """Return the mean loss by stream, nats per token, over the first `windows` windows of the held-out text."""
+    losses = {}
+    for name in STREAMS:
+        tokens = torch.from_numpy(corpus.held_out[name].astype(np.int64))
+        count = min(windows, max(1, len(tokens) // length))
+        rows = tokens[: count * length].view(count, -1).to(device)
+        with _precision(device):
+            losses[name] = _token_losses(model, rows).mean().item()
+    return losses
+
+
+def _token_losses(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1], use_cache=False).logits.float()
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+
+
+def _precision(device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def _rate_share(progress: float, warmup_share: float) -> float:
+    if progress < warmup_share:
+        return max(progress, 1e-3) / warmup_share
+    return 0.5 * (1.0 + math.cos(math.pi * (progress - warmup_share) / (1.0 - warmup_share)))
+
+
+def _parameter_groups(model: LlamaForCausalLM, plan: TrainingPlan) -> list[dict[str, object]]:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    return [
+        {"params": matrices, "weight_decay": plan.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]

@@ -1,0 +1,112 @@
+"""Make the demo model that the package ships in `python/sglang_adapt/demo/model/`.
+
+    python scripts/train_demo_model.py --work build/demo            # all steps
+    python scripts/train_demo_model.py prepare --work build/demo    # texts and tokenizer; needs Debian's apt
+    python scripts/train_demo_model.py train --work build/demo      # on a GPU where there is one, else on the CPU
+    python scripts/train_demo_model.py package --work build/demo    # measures, then writes the package's files
+
+Everything is seeded; on the same hardware a run with the same `--steps` gives the same model up to the order of the
+GPU's sums. With `--max-seconds` the clock may end the run earlier; the model card names the steps it had.
+
+Texts and their licenses (fetched as Debian packages, never installed):
+    Jane Austen's six novels (r-cran-janeaustenr)                               public domain
+    The Rust book, the Rustonomicon and the edition guide (rust-doc)            MIT or Apache-2.0
+    The Python tutorial, HOWTOs, FAQ and What's New (python3.11-doc)            PSF-2.0
+    The SQLite documentation (sqlite3-doc)                                      public domain
+    The Apache HTTP Server documentation (apache2-doc)                          Apache-2.0
+    WordNet 3.0's definitions and example sentences (wordnet-base)              WordNet-3.0 (permissive)
+    Small talk and plain facts (demo_training/small_talk.py)                    Apache-2.0, written for this
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+import torch
+from demo_training.corpus import load_corpus, load_sources, prepare_corpus
+from demo_training.network import MAX_LENGTH
+from demo_training.packaging import TrainingRecord, load_training, rounded_model, save_training, write_package
+from demo_training.quality import measure_quality
+from demo_training.trainer import TrainingPlan, train
+
+STEPS = ("prepare", "train", "package")
+MODEL_FOLDER = Path(__file__).resolve().parents[1] / "python" / "sglang_adapt" / "demo" / "model"
+
+
+def main() -> None:
+    options = _parse()
+    steps = STEPS if options.step == "all" else (options.step,)
+    if "prepare" in steps:
+        prepare_corpus(options.work, MAX_LENGTH, options.conversations, options.seed)
+    if "train" in steps:
+        _train(options)
+    if "package" in steps:
+        _package(options)
+
+
+def _train(options: argparse.Namespace) -> None:
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    plan = TrainingPlan(
+        steps=options.steps,
+        max_seconds=options.max_seconds,
+        tokens_per_step=options.tokens_per_step,
+        peak_rate=options.peak_rate,
+        weight_decay=options.weight_decay,
+        mixture=tuple(options.mixture),
+        seed=options.seed,
+    )
+    result = train(load_corpus(options.work), plan, device)
+    arguments = {
+        "steps": result.steps,
+        "tokens-per-step": plan.tokens_per_step,
+        "peak-rate": plan.peak_rate,
+        "weight-decay": plan.weight_decay,
+        "seed": plan.seed,
+    }
+    flags = " ".join(f"--{name} {value}" for name, value in arguments.items())
+    mixture = shlex.join(format(share, "g") for share in plan.mixture)
+    record = TrainingRecord(
+        command=f"python scripts/train_demo_model.py --work build/demo {flags} --mixture {mixture}",
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
+        steps=result.steps,
+        tokens_per_step=plan.tokens_per_step,
+        seconds=result.seconds,
+        train_loss=result.train_loss,
+    )
+    save_training(result.model, record, options.trained or options.work / "trained")
+    print(f"{result.steps} steps in {result.seconds:.0f} s; held-out losses {result.held_out_losses}")
+
+
+def _package(options: argparse.Namespace) -> None:
+    weights, record = load_training(options.trained or options.work / "trained")
+    quality = measure_quality(rounded_model(weights), load_corpus(options.work))
+    print(quality)
+    write_package(weights, options.work / "tokenizer", record, load_sources(options.work), quality, options.out)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("step", nargs="?", choices=("all", *STEPS), default="all")
+    parser.add_argument("--work", type=Path, required=True, help="folder for texts and intermediate files")
+    parser.add_argument("--trained", type=Path, help="folder for the trained weights (default: WORK/trained)")
+    parser.add_argument("--out", type=Path, default=MODEL_FOLDER, help="where the packaged model goes")
+    parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
+    parser.add_argument("--conversations", type=int, default=60_000, help="conversations to write for training")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps")
+    parser.add_argument("--max-seconds", type=float, default=float("inf"), help="end the training by this time")
+    parser.add_argument("--tokens-per-step", type=int, default=65_536, help="tokens in a batch")
+    parser.add_argument("--peak-rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's weight decay")
+    parser.add_argument(
+        "--mixture", type=float, nargs=3, default=(0.4, 0.2, 0.4), help="shares of novels, manuals and conversations"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
