@@ -16,9 +16,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-import psutil
-
-from sglang_adapt.core.process import make_run_dir
+from sglang_adapt.core.process import adopt_orphans, end_descendants, make_run_dir
 from sglang_adapt.front.settings import SettingsError, add_adapt_flags, split_argv
 
 EXIT_USAGE = 2
@@ -42,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     from sglang_adapt.front.process import front_main
 
+    adopt_orphans()
     run_dir = make_run_dir()
     try:
         context = multiprocessing.get_context("forkserver")
@@ -55,7 +54,8 @@ def _run(argv: list[str]) -> int:
         code = front.exitcode or 0
         return 0 if stopping.asked and code in (0, -signal.SIGTERM, -signal.SIGKILL) else abs(code)
     finally:
-        _end_children()
+        if not end_descendants(_KILL_WAIT_S):
+            print("error: a process of this server could not be ended", file=sys.stderr, flush=True)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
@@ -84,16 +84,6 @@ class _Stopping:
             except ProcessLookupError:
                 # It has ended already; join returns.
                 return
-
-
-def _end_children() -> None:
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        try:
-            child.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(children, timeout=_KILL_WAIT_S)
 
 
 def _print_help() -> None:

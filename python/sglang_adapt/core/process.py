@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _RUN_DIR_PREFIX = "sglang_adapt-"
 _MAX_SOCKET_PATH = 107
 _LONGEST_SOCKET_NAME = 40
@@ -20,10 +22,40 @@ _LONGEST_SOCKET_NAME = 40
 
 def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send this process `sig` when its parent ends, however that happens (Linux)."""
+    _prctl(_PR_SET_PDEATHSIG, int(sig))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that none can be lost (Linux)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(timeout_s: float) -> bool:
+    """Kill every descendant of this process and reap it; returns False if one is left after `timeout_s`.
+
+    To be used after `adopt_orphans`, when this process waits for none of its children otherwise.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for child in psutil.Process().children(recursive=True):
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
+    if libc.prctl(option, value, 0, 0, 0) != 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(error)}")
+        raise OSError(error, f"prctl({option}, {value}) failed: {os.strerror(error)}")
 
 
 def share_forkserver() -> None:

@@ -39,6 +39,7 @@ def front_main(argv: Sequence[str], run_dir: str) -> None:
 
     from sglang_adapt.upstream import front as upstream
     from sglang_adapt.upstream.rank import prepare_process
+    from sglang_adapt.upstream.shared_files import LoadSlots, use_load_slots
 
     prepare_process(*upstream.FRONT_PATCHES)
     try:
@@ -56,6 +57,7 @@ def front_main(argv: Sequence[str], run_dir: str) -> None:
         ", ".join(map(str, config.candidates)),
     )
     control = f"ipc://{Path(run_dir) / 'control'}"
+    use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
     launcher = RouterLauncher(config, settings.server_args, control)
     link = RouterLink(control)
     try:

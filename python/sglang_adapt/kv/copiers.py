@@ -31,24 +31,31 @@ class UnitShape:
 class UnitCopier(Protocol):
     """Copies units from one tensor into others, all of which have `shape.total_planes` planes."""
 
+    def upload(self, records: Records, device: torch.device) -> torch.Tensor:
+        """Bring records, int32 `[units, 4]`, to where `copy` reads them, on the current stream."""
+        ...
+
     def copy(
-        self, source: torch.Tensor, dests: Sequence[torch.Tensor], records: Records, shape: UnitShape
+        self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape
     ) -> None:
-        """Queue the copy of `records` (int32 `[units, 4]`) from `source` to the slots `dests`, which the
-        caller keeps alive until it has ended. All `dests` are of equal size."""
+        """Queue the copy of the uploaded records from `source` to the slots `dests`, which are of equal size.
+        The caller keeps all tensors alive until it has ended."""
         ...
 
 
 class CpuCopier:
     """Copies within host memory; done on return."""
 
+    def upload(self, records: Records, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(records)
+
     def copy(
-        self, source: torch.Tensor, dests: Sequence[torch.Tensor], records: Records, shape: UnitShape
+        self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape
     ) -> None:
         copy_units_reference(
             source,
             dests,
-            torch.from_numpy(records),
+            table,
             planes=len(shape.planes),
             first_plane=shape.planes.start,
             source_planes=shape.total_planes,
@@ -68,33 +75,30 @@ class TritonCopier:
     programs: int | None = None
     _addresses: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
+    def upload(self, records: Records, device: torch.device) -> torch.Tensor:
+        host = torch.from_numpy(records)
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
     def copy(
-        self, source: torch.Tensor, dests: Sequence[torch.Tensor], records: Records, shape: UnitShape
+        self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape
     ) -> None:
         from sgl_kernel_ext.kv_copy import copy_units  # Triton is needed on GPUs only
 
-        on_gpu = source.device.type == "cuda"
-        host = torch.from_numpy(records)
-        table = host.pin_memory().to(source.device, non_blocking=True) if on_gpu else host
         copy_units(
             source,
-            self._table_of(source.device, dests),
+            self._addresses_of(source.device, dests),
             table,
             planes=len(shape.planes),
             first_plane=shape.planes.start,
-            source_plane_bytes=_bytes(source) // shape.total_planes,
-            dest_plane_bytes=_bytes(dests[0]) // shape.total_planes,
+            source_plane_bytes=source.nbytes // shape.total_planes,
+            dest_plane_bytes=dests[0].nbytes // shape.total_planes,
             unit_tokens=shape.tokens,
             row_quanta=shape.row_quanta,
             programs=self.programs,
         )
 
-    def _table_of(self, device: torch.device, dests: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _addresses_of(self, device: torch.device, dests: Sequence[torch.Tensor]) -> torch.Tensor:
         key = tuple(dest.data_ptr() for dest in dests)
         if key not in self._addresses:
             self._addresses[key] = torch.tensor(key, dtype=torch.int64, device=device)
         return self._addresses[key]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

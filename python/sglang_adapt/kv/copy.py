@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,15 @@ class CopyExecutor(Protocol):
             CopyError: a plan of another GPU, a destination that is not mapped here, layers that do not exist.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedCopy:
+    """A plan on the device: the regions it writes to, its records there, and the units' shape."""
+
+    dests: Sequence[torch.Tensor]
+    table: torch.Tensor
+    shape: UnitShape
 
 
 @dataclass(slots=True)
@@ -73,6 +82,10 @@ class DirectExecutor:
         return cls(geometry, gpu, dict(regions), copier, Lane(regions[gpu].device))
 
     def start(self, plan: SourcePlan, layers: range | None = None) -> Mark:
+        return self.launch(self.prepare(plan, layers))
+
+    def prepare(self, plan: SourcePlan, layers: range | None = None) -> PreparedCopy:
+        """Upload a plan without starting it: what can be done before the source's KV is final."""
         layers = check_plan(self.geometry, self.gpu, plan, layers)
         missing = [gpu for gpu in plan.dest_gpus if gpu not in self.regions]
         if missing:
@@ -86,14 +99,15 @@ class DirectExecutor:
             range(2 * layers.start, 2 * layers.stop),
             self.geometry.planes,
         )
+        with self.lane.use():
+            table = self.copier.upload(records_of(plan, slots), self.lane.device)
+        return PreparedCopy([self.regions[gpu] for gpu in plan.dest_gpus], table, shape)
+
+    def launch(self, copy: PreparedCopy) -> Mark:
+        """Queue a prepared copy after the work of the current stream; it can be launched again."""
         self.lane.after_current()
         with self.lane.use():
-            self.copier.copy(
-                self.regions[self.gpu],
-                [self.regions[gpu] for gpu in plan.dest_gpus],
-                records_of(plan, slots),
-                shape,
-            )
+            self.copier.copy(self.regions[self.gpu], copy.dests, copy.table, copy.shape)
         return self.lane.mark()
 
 

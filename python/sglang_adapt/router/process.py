@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import setproctitle
 import uvloop
 import zmq
 
@@ -29,7 +30,8 @@ from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.supervisor import RankStart, RestartLimit, Supervisor
 from sglang_adapt.upstream import wire
-from sglang_adapt.upstream.rank import RankArgs, prepare_process
+from sglang_adapt.upstream.rank import RankArgs, configure_logging, prepare_process
+from sglang_adapt.upstream.shared_files import LoadSlots
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +75,8 @@ def router_main(args: RouterArgs, report: Connection) -> None:
     prepare_process()
     wire.assert_wire_format()
 
-    import setproctitle
-    from sglang.srt.utils.common import configure_logger
-
     setproctitle.setproctitle("sglang_adapt::router")
-    configure_logger(next(iter(args.server_args.values())), prefix=" router")
+    configure_logging(next(iter(args.server_args.values())), "router")
     uvloop.run(_Process(args, report).run())
 
 
@@ -184,6 +183,7 @@ class _Process:
                         gpu_id=server_args.base_gpu_id + gpu * server_args.gpu_id_step,
                         tp_rank=rank,
                         threads=self._config.threads_per_rank if self._config.virtual else None,
+                        loads=LoadSlots(self._config.run_dir, len(self._specs), list(self._specs).index(spec.name)),
                         environment=self._args.environment,
                     ),
                 ),

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
+from sglang_adapt.upstream.shared_files import ReadLoadsOfAllSlots
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class ForkInsteadOfSpawn(Patch):
         multiprocessing.set_start_method("forkserver", force=True)
 
 
-FRONT_PATCHES: tuple[type[Patch], ...] = (RouterInsteadOfSchedulers, ForkInsteadOfSpawn)
+FRONT_PATCHES: tuple[type[Patch], ...] = (RouterInsteadOfSchedulers, ForkInsteadOfSpawn, ReadLoadsOfAllSlots)
 
 
 def parse_server_args(argv: list[str]) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.upstream.patch import PATCHES, Patch
+from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class RankArgs:
         gpu_id: device index of the rank.
         tp_rank: rank within the engine.
         threads: CPU threads of torch, or None to leave torch's default.
+        loads: where its load snapshots go.
         environment: the front's environment, which stock's launcher has filled in.
     """
 
@@ -37,6 +39,7 @@ class RankArgs:
     gpu_id: int
     tp_rank: int
     threads: int | None
+    loads: LoadSlots
     environment: dict[str, str]
 
 
@@ -77,7 +80,12 @@ class WatchdogEndsItsOwnProcess(Patch):
         self.parent_process = psutil.Process()
 
 
-RANK_PATCHES: tuple[type[Patch], ...] = (OneOutputSocket, WatchdogEndsItsOwnProcess)
+RANK_PATCHES: tuple[type[Patch], ...] = (
+    OneOutputSocket,
+    WatchdogEndsItsOwnProcess,
+    WriteLoadsToSlot,
+    UnlinkMessageQueue,
+)
 
 
 def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
@@ -96,6 +104,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.update(args.environment)
     prepare_process(*RANK_PATCHES)
+    use_load_slots(args.loads)
 
     import setproctitle
     import torch
@@ -103,7 +112,6 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
     from sglang.srt.runtime_context import publish
-    from sglang.srt.utils.common import configure_logger
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -114,7 +122,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
         args.server_args, args.gpu_id, args.tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, 0, None
     )
     label = args.engine if args.server_args.tp_size == 1 else f"{args.engine}:{args.tp_rank}"
-    configure_logger(args.server_args, prefix=f" {label}")
+    configure_logging(args.server_args, label)
     # Stock finds its schedulers by the beginning of this title.
     setproctitle.setproctitle(f"sglang::scheduler_{label}")
     publish(args.server_args, role="scheduler")
@@ -135,6 +143,13 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
     finally:
         if scheduler.gracefully_exit:
             scheduler.release_host_resources()
+
+
+def configure_logging(server_args: Any, label: str) -> None:
+    """Log as stock does (level and format from server_args), with `label` after the time."""
+    from sglang.srt.utils.common import configure_logger
+
+    configure_logger(server_args, prefix=f" {label}")
 
 
 def prepare_process(*patches: type[Patch]) -> list[str]:

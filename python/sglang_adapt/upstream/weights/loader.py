@@ -1,0 +1,56 @@
+"""The model loader of an engine rank: parameters are views of the keeper's copy, nothing is read."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.quantization.unquant import get_bf16_gemm_backend
+from sglang.srt.model_loader.loader import BaseModelLoader
+from sglang.srt.runtime_context import get_parallel
+from torch import nn
+
+from sglang_adapt.upstream.weights.bind import assert_owns_no_weights, bind_views
+from sglang_adapt.upstream.weights.construct import build_model
+from sglang_adapt.upstream.weights.refusals import UnshareableError, check_model
+from sglang_adapt.weights import WeightsHandle, WeightStore
+
+logger = logging.getLogger(__name__)
+
+
+class ViewLoader(BaseModelLoader):
+    """Loads a stock model by binding its parameters to views of a store that another process owns."""
+
+    def __init__(self, load_config: LoadConfig, handle: WeightsHandle) -> None:
+        super().__init__(load_config)
+        self._handle = handle
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing to download: the keeper has the weights."""
+
+    def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
+        """Build and bind the model of this process's rank.
+
+        Raises:
+            UnshareableError, ViewMismatchError: model and store do not fit.
+            MemoryGoneError, SharedMemoryError: the store cannot be mapped.
+        """
+        rank, tp_size = get_parallel().tp_rank, get_parallel().tp_size
+        check_model(model_config, self._handle.manifest.finest_tp)
+        if get_bf16_gemm_backend().is_cutedsl():
+            raise UnshareableError(
+                "the cutedsl GEMM backend is not known to take strided weights; start with --bf16-gemm-backend torch"
+            )
+        store = WeightStore.open(self._handle)
+        model = build_model(model_config, self.load_config, torch.device(device_config.device))
+        report = bind_views(model, store, rank, tp_size)
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None:
+                method.process_weights_after_loading(module)
+        assert_owns_no_weights(model, store)
+        logger.info("Weights are views of the shared copy (rank %d of %d): %s", rank, tp_size, report)
+        return model.eval()

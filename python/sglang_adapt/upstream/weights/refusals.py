@@ -1,0 +1,116 @@
+"""What cannot run on shared weights, each with its reason and the way out; checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import ServerArgs
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Stock model classes whose parameters and fused outputs are known here."""
+
+WAY_OUT = (
+    "Give --adapt-tp-sizes a single value: with one TP size nothing is shared and it is served as stock sglang does"
+)
+
+_SETTINGS: tuple[tuple[str, Callable[[ServerArgs], bool], str], ...] = (
+    (
+        "LoRA (--enable-lora, --lora-paths)",
+        lambda args: bool(args.enable_lora or args.lora_paths),
+        "its adapters expect q, k, v and gate, up in natural order at the layers' outputs",
+    ),
+    (
+        "pipeline parallelism (--pp-size)",
+        lambda args: args.pp_size > 1,
+        "a stage holds some layers only, and the copy holds all",
+    ),
+    (
+        "expert parallelism (--ep-size)",
+        lambda args: args.ep_size > 1,
+        "its ranks hold whole experts instead of parts of each",
+    ),
+    (
+        "data-parallel attention (--enable-dp-attention, --enable-dp-lm-head)",
+        lambda args: bool(args.enable_dp_attention or args.enable_dp_lm_head),
+        "its layers are sharded over other groups than the engine's ranks",
+    ),
+    (
+        "torchao quantisation (--torchao-config)",
+        lambda args: bool(args.torchao_config),
+        "it replaces the weights by its own",
+    ),
+    (
+        "ModelOpt quantisation (--modelopt-quant)",
+        lambda args: bool(args.modelopt_quant),
+        "it replaces the weights by its own",
+    ),
+    (
+        "offloading of weights (--cpu-offload-gb, --offload-group-size)",
+        lambda args: args.cpu_offload_gb > 0 or args.offload_group_size > 0,
+        "it moves the weights out of the shared copy",
+    ),
+    (
+        "the memory saver (--enable-memory-saver, --enable-weights-cpu-backup)",
+        lambda args: bool(args.enable_memory_saver or args.enable_weights_cpu_backup),
+        "it releases weights that the other engines go on using",
+    ),
+    (
+        "stock's weight cache (--weight-cache-mode)",
+        lambda args: args.weight_cache_mode != "off",
+        "it is another owner of the weights, for one TP size",
+    ),
+)
+
+
+class UnshareableError(ValueError):
+    """A model or a setting cannot run on one shared copy of the weights; says why and what to do instead."""
+
+
+def check_shareable(server_args: ServerArgs, model_config: ModelConfig, tp_sizes: Sequence[int]) -> None:
+    """Check that engines of all `tp_sizes` can share one copy of this model's weights.
+
+    Raises:
+        UnshareableError: the first thing that forbids it, why, and the way out.
+    """
+    for what, is_set, why in _SETTINGS:
+        if is_set(server_args):
+            raise UnshareableError(f"{what} cannot be used on shared weights: {why}. {WAY_OUT}")
+    check_model(model_config, max(tp_sizes))
+
+
+def check_model(model_config: ModelConfig, finest_tp: int) -> None:
+    """Check architecture, quantisation and sizes of a model for a store laid out for `finest_tp`.
+
+    Raises:
+        UnshareableError: as `check_shareable`.
+    """
+    names = list(model_config.hf_config.architectures or ())
+    if not any(name in ARCHITECTURES for name in names):
+        raise UnshareableError(
+            f"the model is a {', '.join(names) or 'model of no named architecture'}; weights can be shared "
+            f"between TP sizes for {', '.join(ARCHITECTURES)}. {WAY_OUT}"
+        )
+    if model_config.quantization is not None:
+        raise UnshareableError(
+            f"the weights are quantised ({model_config.quantization}), and their packing differs between TP "
+            f"sizes. Use an unquantised checkpoint, or one TP size. {WAY_OUT}"
+        )
+    config = model_config.hf_config
+    heads, kv_heads = config.num_attention_heads, model_config.get_total_num_kv_heads()
+    if heads % finest_tp:
+        raise UnshareableError(
+            f"{heads} attention heads cannot be shared out to {finest_tp} ranks; lower the largest TP size"
+        )
+    if kv_heads % finest_tp and finest_tp % kv_heads:
+        raise UnshareableError(
+            f"{kv_heads} KV heads can be neither shared out to nor repeated on {finest_tp} ranks; lower the "
+            f"largest TP size"
+        )
+    if config.intermediate_size % finest_tp:
+        raise UnshareableError(
+            f"an intermediate size of {config.intermediate_size} cannot be shared out to {finest_tp} ranks; lower "
+            f"the largest TP size"
+        )
