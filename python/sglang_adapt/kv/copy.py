@@ -87,12 +87,13 @@ class DirectExecutor:
     def prepare(self, plan: SourcePlan, layers: range | None = None) -> PreparedCopy:
         """Upload a plan without starting it: what can be done before the source's KV is final."""
         layers = check_plan(self.geometry, self.gpu, plan, layers)
-        missing = [gpu for gpu in plan.dest_gpus if gpu not in self.regions]
+        dests = plan.dest_gpus
+        missing = [gpu for gpu in dests if gpu not in self.regions]
         if missing:
             raise CopyError(
                 f"the region of GPU {missing[0]} is not mapped on GPU {self.gpu}; map it before copying"
             )
-        slots = {gpu: slot for slot, gpu in enumerate(plan.dest_gpus)}
+        slots = {gpu: slot for slot, gpu in enumerate(dests)}
         shape = UnitShape(
             plan.unit_tokens,
             plan.row_quanta,
@@ -101,7 +102,7 @@ class DirectExecutor:
         )
         with self.lane.use():
             table = self.copier.upload(records_of(plan, slots), self.lane.device)
-        return PreparedCopy([self.regions[gpu] for gpu in plan.dest_gpus], table, shape)
+        return PreparedCopy([self.regions[gpu] for gpu in dests], table, shape)
 
     def launch(self, copy: PreparedCopy) -> Mark:
         """Queue a prepared copy after the work of the current stream; it can be launched again."""
@@ -158,7 +159,7 @@ def check_plan(geometry: PoolGeometry, gpu: int, plan: SourcePlan, layers: range
 
 def records_of(plan: SourcePlan, slots: Mapping[int, int]) -> Records:
     """The records of a plan's units, with `slots` saying which destination slot each GPU is."""
-    slot = np.array([slots[route.dest_gpu] for route in plan.routes], dtype=np.int32)
+    slot = np.array([slots.get(route.dest_gpu, -1) for route in plan.routes], dtype=np.int32)
     source_stride = np.array([route.source_stride for route in plan.routes], dtype=np.int32)
     dest_stride = np.array([route.dest_stride for route in plan.routes], dtype=np.int32)
     route = plan.route

@@ -119,15 +119,16 @@ class SourcePlan:
 
     @property
     def dest_gpus(self) -> tuple[int, ...]:
-        """The GPUs that this plan writes to, ascending."""
-        return tuple(sorted({route.dest_gpu for route in self.routes}))
+        """The GPUs that the plan's units go to, ascending."""
+        return tuple(sorted({self.routes[index].dest_gpu for index in np.unique(self.route)}))
 
     def plane_bytes_to(self) -> dict[int, int]:
         """Bytes that go to each destination GPU, per plane; times the planes it is the whole copy."""
         rows = np.bincount(self.route, weights=self.tokens, minlength=len(self.routes))
         total = dict.fromkeys(self.dest_gpus, 0)
         for route, count in zip(self.routes, rows, strict=True):
-            total[route.dest_gpu] += int(count) * self.row_bytes
+            if count:
+                total[route.dest_gpu] += int(count) * self.row_bytes
         return total
 
     def select(self, units: npt.NDArray[Any]) -> SourcePlan:

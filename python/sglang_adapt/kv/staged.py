@@ -198,7 +198,7 @@ def cut_chunks(geometry: PoolGeometry, plan: SourcePlan, buffer_bytes: int) -> l
     Raises:
         CopyError: several destinations, or a buffer that does not hold one unit; names the bytes needed.
     """
-    if plan.units and len(set(plan.dest_gpus)) != 1:
+    if len(plan.dest_gpus) > 1:
         raise CopyError(
             f"a staged copy goes to one GPU, the plan goes to GPUs {plan.dest_gpus}; split it first"
         )
