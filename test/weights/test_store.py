@@ -45,11 +45,7 @@ def store() -> Iterator[WeightStore]:
 
 def _shard_values(shard: ShardSpec, rank: int) -> torch.Tensor:
     base = 0 if shard.kind is REPLICATED else 100 * rank
-    return (
-        (base + torch.arange(torch.Size(shard.shape).numel()))
-        .view(shard.shape)
-        .to(getattr(torch, shard.dtype))
-    )
+    return (base + torch.arange(torch.Size(shard.shape).numel())).view(shard.shape).to(getattr(torch, shard.dtype))
 
 
 def _expected(store: WeightStore, tp_size: int) -> list[ExpectedParam]:

@@ -31,8 +31,7 @@ class WeightStore:
     def __init__(self, manifest: Manifest, region: Region) -> None:
         if region.nbytes < manifest.nbytes:
             raise ValueError(
-                f"the weights of {manifest.model} take {manifest.nbytes} bytes; the region has "
-                f"{region.nbytes}"
+                f"the weights of {manifest.model} take {manifest.nbytes} bytes; the region has {region.nbytes}"
             )
         self.manifest = manifest
         self.region = region
@@ -103,9 +102,7 @@ class WeightStore:
                     "different models"
                 )
         buffer = self.region.tensor
-        return {
-            param.name: checked_view(buffer, entries[param.name], rank, tp_size, param) for param in expected
-        }
+        return {param.name: checked_view(buffer, entries[param.name], rank, tp_size, param) for param in expected}
 
     def close(self) -> None:
         """Give up this process's reference to the memory; see `memory.Region.close`."""

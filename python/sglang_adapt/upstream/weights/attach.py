@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from sglang_adapt.upstream.patch import PATCHES, Patch
@@ -13,25 +14,100 @@ _handle: WeightsHandle | None = None
 class LoadFromStore(Patch):
     """Loads the model through `ViewLoader`; stock would read the checkpoint.
 
-    A speculative draft model is another model and is loaded as stock does. Not done by
-    `ServerArgs.load_format = ViewLoader`, because stock reports its server arguments over sockets, which cannot
-    carry a class.
+    A speculative draft model is another model and is loaded as stock does. Not done by setting
+    `ServerArgs.load_format` to the loader's class, because stock reports its server arguments over sockets, which
+    cannot carry a class.
     """
 
     target = "sglang.srt.model_executor.model_runner.load_model_with_memory_saver"
-    kind = "around"
+    kind = "before"
 
     @staticmethod
-    def hook(original: Any, *, load_config: Any, is_draft_worker: bool, **kwargs: Any) -> Any:
-        from unittest.mock import patch
+    def hook(*args: Any, **kwargs: Any) -> tuple[Any, Any] | None:
+        from sglang_adapt.upstream.weights.loader import HANDLE_KEY, ViewLoader
 
-        from sglang_adapt.upstream.weights.loader import ViewLoader
+        if kwargs["is_draft_worker"]:
+            return None
+        load_config = dataclasses.replace(
+            kwargs["load_config"], load_format=ViewLoader, model_loader_extra_config={HANDLE_KEY: _handle}
+        )
+        return args, {**kwargs, "load_config": load_config}
 
-        def get_view_loader(load_config: Any, model_config: Any = None) -> ViewLoader:
-            assert _handle is not None, "use_store sets it before it applies this patch"
-            return ViewLoader(load_config, _handle)
 
-        if is_draft_worker:
-            return original(load_config=load_config, is_draft_worker=True, **kwargs)
-        with patch(f"{original.__module__}.get_model_loader", get_view_loader):
-            return original(load_config=load_config, is_draft_worker=False, **kwargs)
+class KeepHeadCounts(Patch):
+    """Leaves a model's head counts as they are on a CPU, as stock does on a GPU.
+
+    Stock pads attention heads on a CPU if a TP size does not divide the KV heads; on a GPU it repeats KV heads.
+    """
+
+    target = "sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp"
+    kind = "replace"
+
+    @staticmethod
+    def hook(model_config: Any, load_config: Any, tp_size: int) -> Any:
+        return model_config
+
+
+class _RefuseUpdate(Patch):
+    kind = "replace"
+
+    @staticmethod
+    def hook(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+        return False, (
+            "the weights are shared by the engines of all TP sizes and by other processes, and are never written; "
+            "to change them, start the server with the new checkpoint, or give --adapt-tp-sizes a single value"
+        )
+
+
+class RefuseUpdateFromDisk(_RefuseUpdate):
+    """Refuses an online weight update: it would write stock order into the shared copy, under other engines."""
+
+    target = "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_disk"
+
+
+class RefuseUpdateFromDistributed(_RefuseUpdate):
+    """Refuses an online weight update; see `RefuseUpdateFromDisk`."""
+
+    target = "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_distributed"
+
+
+class RefuseUpdateFromTensor(_RefuseUpdate):
+    """Refuses an online weight update; see `RefuseUpdateFromDisk`."""
+
+    target = "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor"
+
+
+class RefuseUpdateFromIpc(_RefuseUpdate):
+    """Refuses an online weight update; see `RefuseUpdateFromDisk`."""
+
+    target = "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_ipc"
+
+
+STORE_PATCHES: tuple[type[Patch], ...] = (
+    LoadFromStore,
+    KeepHeadCounts,
+    RefuseUpdateFromDisk,
+    RefuseUpdateFromDistributed,
+    RefuseUpdateFromTensor,
+    RefuseUpdateFromIpc,
+)
+
+
+def use_store(handle: WeightsHandle) -> list[str]:
+    """Make the scheduler that this process is about to build run on a store's weights.
+
+    To be called after stock's plugins are loaded and before `Scheduler(...)`.
+
+    Args:
+        handle: the store on this rank's GPU.
+
+    Returns:
+        The names of the patches in place.
+
+    Raises:
+        PatchError: a patch could not be applied.
+    """
+    global _handle
+    _handle = handle
+    PATCHES.apply(*STORE_PATCHES)
+    return PATCHES.verify(*STORE_PATCHES)

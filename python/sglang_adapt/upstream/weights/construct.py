@@ -15,7 +15,7 @@ from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
 
-_METHODS: tuple[type, ...] = (unquant.UnquantizedLinearMethod, unquant.UnquantizedEmbeddingMethod)
+_METHODS: tuple[Any, ...] = (unquant.UnquantizedLinearMethod, unquant.UnquantizedEmbeddingMethod)
 
 
 @contextmanager
@@ -43,9 +43,7 @@ def _on_meta(create_weights: Any) -> Any:
     return wrapper
 
 
-def build_model(
-    model_config: ModelConfig, load_config: LoadConfig, device: torch.device
-) -> nn.Module:
+def build_model(model_config: ModelConfig, load_config: LoadConfig, device: torch.device) -> nn.Module:
     """A stock model of this process's rank (`get_parallel()`), its weights on the meta device.
 
     Does what the first half of stock's `DefaultModelLoader.load_model` does (model_loader/loader.py).

@@ -20,12 +20,21 @@ from sglang_adapt.weights import WeightsHandle, WeightStore
 
 logger = logging.getLogger(__name__)
 
+HANDLE_KEY = "weights"
+"""Where the handle of the store is in `LoadConfig.model_loader_extra_config`."""
+
 
 class ViewLoader(BaseModelLoader):
-    """Loads a stock model by binding its parameters to views of a store that another process owns."""
+    """Loads a stock model by binding its parameters to views of a store that another process owns.
 
-    def __init__(self, load_config: LoadConfig, handle: WeightsHandle) -> None:
+    Stock makes one if `LoadConfig.load_format` is this class (`get_model_loader` in model_loader/loader.py).
+    """
+
+    def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
+        handle = load_config.model_loader_extra_config[HANDLE_KEY]
+        if not isinstance(handle, WeightsHandle):
+            raise TypeError(f"the loader's configuration holds {handle!r} instead of the handle of a store")
         self._handle = handle
 
     def download_model(self, model_config: ModelConfig) -> None:

@@ -102,9 +102,7 @@ def expected_param(param: ModelParam, finest_tp: int) -> ExpectedParam:
         blocks = finest_tp // module.tp_size
         heads = module.total_num_heads // finest_tp
         kv_heads = max(1, module.total_num_kv_heads // finest_tp)
-        shape[0] = blocks * (
-            (heads + kv_heads) * module.head_size + kv_heads * module.v_head_size
-        )
+        shape[0] = blocks * ((heads + kv_heads) * module.head_size + kv_heads * module.v_head_size)
     return ExpectedParam(param.name, param.kind, tuple(shape), tensor.dtype)
 
 

@@ -1,0 +1,183 @@
+"""Filling a store: stock's own loaders write each shard of the finest TP size into its views.
+
+For every rank of the finest TP size the model is built without memory, bound to that rank's views, and handed
+to the stock loader of the load format, which reads the checkpoint into it. So there are no checkpoint names to
+know, and no second copy of anything is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
+from sglang.srt.runtime_context import get_parallel, publish
+from sglang.srt.server_args import ServerArgs
+from torch import nn
+
+from sglang_adapt.upstream.weights.bind import assert_owns_no_weights, bind_views
+from sglang_adapt.upstream.weights.construct import build_model
+from sglang_adapt.upstream.weights.params import model_params, shard_spec
+from sglang_adapt.upstream.weights.refusals import check_model
+from sglang_adapt.upstream.weights.synthetic import SyntheticLoader
+from sglang_adapt.weights import Manifest, WeightStore, plan_layout
+
+_MODEL_LOADER = "sglang.srt.model_loader.loader"
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """How far the filling of a store has come.
+
+    Attributes:
+        done_bytes: read from the checkpoint so far, as bytes of the store.
+        total_bytes: size of the store.
+    """
+
+    done_bytes: int
+    total_bytes: int
+
+    @property
+    def fraction(self) -> float:
+        return self.done_bytes / self.total_bytes
+
+
+ProgressCallback = Callable[[LoadProgress], None]
+
+
+class StoreFiller:
+    """Builds and fills the store of one model in this process, which runs no engine.
+
+    Args:
+        server_args: stock's, of any of the engines: the TP size in them is not looked at.
+        finest_tp: the TP size T that the store is laid out for.
+        gpu_id: index of the GPU, or of a virtual GPU, that the store is for.
+
+    Raises:
+        UnshareableError: the model cannot be shared.
+    """
+
+    def __init__(self, server_args: ServerArgs, finest_tp: int, gpu_id: int) -> None:
+        self._finest_tp = finest_tp
+        self._gpu_id = gpu_id
+        self._device = torch.device(server_args.device)
+        publish(server_args, role="weight_cache_daemon")
+        self._model_config = ModelConfig.from_server_args(server_args)
+        check_model(self._model_config, finest_tp)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(gpu_id)
+        _join_a_world_of_one(server_args, self._model_config, gpu_id)
+        self._load_config = LoadConfig(
+            load_format=server_args.load_format,
+            download_dir=server_args.download_dir,
+            model_loader_extra_config=server_args.model_loader_extra_config,
+        )
+
+    @property
+    def _is_dummy(self) -> bool:
+        return self._load_config.load_format == LoadFormat.DUMMY
+
+    def layout(self) -> Manifest:
+        """What the store will hold; takes no memory."""
+        with _as_rank(0, self._finest_tp):
+            model = build_model(self._model_config, self._load_config, self._device)
+        params = model_params(model, self._finest_tp)
+        name = type(model).__name__
+        return plan_layout(name, self._finest_tp, (shard_spec(param) for param in params))
+
+    def fill(self, store: WeightStore, progress: ProgressCallback | None = None) -> None:
+        """Load all weights into a store of this layout.
+
+        Args:
+            store: empty; its manifest as `layout` gave it.
+            progress: called every few tensors.
+
+        Raises:
+            RuntimeError: a loader put weights elsewhere than into the store; names the parameter.
+            Exception: whatever stock's loader raises.
+        """
+        for rank in range(self._finest_tp):
+            with _as_rank(rank, self._finest_tp), self._bound_to(store, rank):
+                loader = self._make_loader()
+                if progress is not None and isinstance(loader, DefaultModelLoader):
+                    _report_reading(loader, store.manifest.nbytes, rank, self._finest_tp, progress)
+                model = loader.load_model(
+                    model_config=self._model_config,
+                    device_config=DeviceConfig(self._device.type, self._gpu_id),
+                )
+            assert_owns_no_weights(model, store)
+            if progress is not None:
+                total = store.manifest.nbytes
+                progress(LoadProgress(total * (rank + 1) // self._finest_tp, total))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._gpu_id)
+            torch.cuda.empty_cache()
+
+    def _make_loader(self) -> BaseModelLoader:
+        if self._is_dummy:
+            return SyntheticLoader(self._load_config)
+        return get_model_loader(self._load_config, self._model_config)
+
+    @contextmanager
+    def _bound_to(self, store: WeightStore, rank: int) -> Iterator[None]:
+        """Hand stock's loaders a model whose parameters are views where they make one themselves."""
+
+        def initialize_model(model_config: ModelConfig, load_config: LoadConfig, *args: Any) -> nn.Module:
+            bind_views(model, store, rank, self._finest_tp)
+            return model
+
+        model = build_model(self._model_config, self._load_config, self._device)
+        with patch(f"{_MODEL_LOADER}._initialize_model", initialize_model):
+            yield
+
+
+def _report_reading(loader: DefaultModelLoader, total: int, rank: int, passes: int, progress: ProgressCallback) -> None:
+    """Let a stock loader tell how much it has read of the pass of `rank`."""
+    read_all = loader._get_all_weights
+
+    def reading(model_config: ModelConfig, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+        done = 0
+        for name, tensor in read_all(model_config, model):
+            yield name, tensor
+            done += tensor.numel() * tensor.element_size()
+            # Each pass reads the whole checkpoint, which is about as large as the store.
+            progress(LoadProgress((total * rank + min(done, total)) // passes, total))
+
+    loader._get_all_weights = reading
+
+
+@contextmanager
+def _as_rank(rank: int, tp_size: int) -> Iterator[None]:
+    """Let stock's layers believe that this process is rank `rank` of `tp_size`."""
+    with get_parallel().override(
+        tp_size=tp_size,
+        tp_rank=rank,
+        attn_tp_size=tp_size,
+        attn_tp_rank=rank,
+        moe_tp_size=tp_size,
+        moe_tp_rank=rank,
+    ):
+        yield
+
+
+def _join_a_world_of_one(server_args: ServerArgs, model_config: ModelConfig, gpu_id: int) -> None:
+    """Make the process groups that stock's models ask for, without a port and without NCCL."""
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend="gloo", store=store, rank=0, world_size=1)
+    init_distributed_environment(
+        world_size=1, rank=0, local_rank=gpu_id, distributed_init_method="initialized above", backend="gloo"
+    )
+    initialize_model_parallel(tensor_model_parallel_size=1)
+    initialize_dp_attention(server_args, model_config)
+    initialize_bf16_gemm_config(server_args)

@@ -1,0 +1,93 @@
+"""A checkpoint of random weights that are the same for every TP size, made tensor by tensor.
+
+Stock's `--load-format dummy` gives each rank values by the size of its shards, so that TP sizes differ. Here the
+tensors are those of the checkpoint, each drawn with a seed from its name, and stock's own `load_weights` cuts
+them up. `SyntheticLoader` does that for a stock engine as well: give its class as `ServerArgs.load_format`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from torch import nn
+
+from sglang_adapt.upstream.weights.refusals import check_model
+
+_STD = 0.02
+_EMBEDDING_STD = 1.0
+_HEAD_STD = 0.04
+_NORM_STD = 0.1
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """One tensor of a checkpoint: values are drawn from a normal distribution."""
+
+    name: str
+    shape: tuple[int, ...]
+    mean: float = 0.0
+    std: float = _STD
+
+    def draw(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The tensor; equal on every device of a kind."""
+        generator = torch.Generator(device=device)
+        generator.manual_seed(zlib.crc32(self.name.encode()))
+        values = torch.empty(self.shape, dtype=dtype, device=device)
+        return values.normal_(self.mean, self.std, generator=generator)
+
+
+def checkpoint_tensors(config: Any) -> Iterator[CheckpointTensor]:
+    """The tensors of a checkpoint of one of `refusals.ARCHITECTURES`, by its Hugging Face configuration."""
+    hidden = config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    is_qwen2 = config.model_type == "qwen2"
+    qkv_bias = is_qwen2 or getattr(config, "attention_bias", False)
+    yield CheckpointTensor("model.embed_tokens.weight", (config.vocab_size, hidden), std=_EMBEDDING_STD)
+    for layer in range(config.num_hidden_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+            yield CheckpointTensor(f"{attention}.{name}.weight", (size, hidden))
+            if qkv_bias:
+                yield CheckpointTensor(f"{attention}.{name}.bias", (size,))
+        yield CheckpointTensor(f"{attention}.o_proj.weight", (hidden, q_size))
+        if qkv_bias and not is_qwen2:
+            yield CheckpointTensor(f"{attention}.o_proj.bias", (hidden,))
+        if config.model_type == "qwen3":
+            yield _norm(f"{attention}.q_norm.weight", head_dim)
+            yield _norm(f"{attention}.k_norm.weight", head_dim)
+        yield CheckpointTensor(f"{mlp}.gate_proj.weight", (config.intermediate_size, hidden))
+        yield CheckpointTensor(f"{mlp}.up_proj.weight", (config.intermediate_size, hidden))
+        yield CheckpointTensor(f"{mlp}.down_proj.weight", (hidden, config.intermediate_size))
+        yield _norm(f"model.layers.{layer}.input_layernorm.weight", hidden)
+        yield _norm(f"model.layers.{layer}.post_attention_layernorm.weight", hidden)
+    yield _norm("model.norm.weight", hidden)
+    if not config.tie_word_embeddings:
+        yield CheckpointTensor("lm_head.weight", (config.vocab_size, hidden), std=_HEAD_STD)
+
+
+def _norm(name: str, size: int) -> CheckpointTensor:
+    return CheckpointTensor(name, (size,), mean=1.0, std=_NORM_STD)
+
+
+class SyntheticLoader(DefaultModelLoader):
+    """Stock's default loader, reading a synthetic checkpoint instead of files."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(LoadConfig(load_format=LoadFormat.AUTO, download_dir=load_config.download_dir))
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Nothing to download."""
+
+    def _get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+        check_model(model_config, 1)
+        device = next(model.parameters()).device
+        for tensor in checkpoint_tensors(model_config.hf_config):
+            yield tensor.name, tensor.draw(model_config.dtype, device)
