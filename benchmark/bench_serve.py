@@ -1,0 +1,113 @@
+"""Ours beside stock sglang with the same static layout, in one run: TTFT, TPOT, throughput, time to serve.
+
+    python benchmark/bench_serve.py --model-path MODEL --gpus 2 --layouts tp1@0,tp1@1 tp2@0-1 -- STOCK FLAGS
+
+Stock serves `tp1@0,tp1@1` as `--dp-size 2` and `tp2@0-1` as `--tp-size 2`. For each layout both systems are started
+in turn; the order alternates between repeats. Prints a table with the ratio ours/stock and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from pathlib import Path
+
+from load import Request, run_load, summarize
+from server import Server, environment, write_json
+
+METRICS = ("ttft_ms_p50", "tpot_ms_p50", "latency_ms_p50", "output_tokens_per_s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=["tp1@0,tp1@1", "tp2@0-1"])
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--vocab", type=int, required=True, help="token ids are drawn below this")
+    parser.add_argument("--input-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--requests", type=int, default=4, help="requests per unit of concurrency")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--virtual", action="store_true", help="virtual GPUs (no CUDA)")
+    parser.add_argument("--out", type=Path, default=Path("benchmark/results/bench_serve.json"))
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags for both servers")
+    options = parser.parse_args()
+    flags = [flag for flag in options.flags if flag != "--"]
+    rows = []
+    with tempfile.TemporaryDirectory() as logs:
+        for repeat in range(options.repeats):
+            for layout in options.layouts:
+                systems = ["stock", "ours"] if repeat % 2 == 0 else ["ours", "stock"]
+                for system in systems:
+                    rows += _measure(system, layout, flags, options, Path(logs), repeat)
+    table = _table(rows, options)
+    write_json(
+        options.out,
+        {**environment(), "options": vars(options) | {"out": str(options.out)}, "rows": rows, "ratios": table},
+    )
+
+
+def _measure(
+    system: str, layout: str, flags: list[str], options: argparse.Namespace, logs: Path, repeat: int
+) -> list[dict]:
+    engines = layout.split(",")
+    tp = options.gpus // len(engines)
+    if system == "stock":
+        own = ["--tp-size", str(tp), *(["--dp-size", str(len(engines))] if len(engines) > 1 else [])]
+        module = "sglang.launch_server"
+    else:
+        own = ["--adapt-layout", layout, *(["--adapt-virtual-gpus", str(options.gpus)] if options.virtual else [])]
+        module = "sglang_adapt.launch_server"
+    rows = []
+    # On a CPU stock gets what ours sets itself: a thread a rank, and idle ranks that sleep.
+    fair = {"OMP_NUM_THREADS": "1"} if options.virtual else {}
+    with Server(f"{system} {layout}", module, [*flags, *own], logs / f"{system}.log", fair) as server:
+        for concurrency in options.concurrency:
+            requests = [Request(0, options.input_tokens, options.output_tokens)] * (options.requests * concurrency)
+            # One round to warm up caches and graphs of these shapes, with other prompts.
+            asyncio.run(run_load(server.url, requests[:concurrency], options.vocab, concurrency, seed=99))
+            timings, seconds = asyncio.run(run_load(server.url, requests, options.vocab, concurrency, seed=repeat))
+            errors = {timing.error for timing in timings if timing.error}
+            if errors:
+                print(f"{server.name}: {errors}\n{server.tail()}", flush=True)
+            summary = summarize(timings, seconds)
+            print(system, layout, concurrency, summary, flush=True)
+            rows.append(
+                {
+                    "system": system,
+                    "layout": layout,
+                    "concurrency": concurrency,
+                    "repeat": repeat,
+                    "start_s": server.start_s,
+                    **summary,
+                }
+            )
+    return rows
+
+
+def _table(rows: list[dict], options: argparse.Namespace) -> list[dict]:
+    table = []
+    print(f"{'layout':14} {'conc.':>5} {'metric':>20} {'stock':>10} {'ours':>10} {'ours/stock':>10}")
+    for layout in options.layouts:
+        for concurrency in options.concurrency:
+            for metric in METRICS:
+                pair = {
+                    system: statistics.median(
+                        row[metric]
+                        for row in rows
+                        if (row["system"], row["layout"], row["concurrency"]) == (system, layout, concurrency)
+                    )
+                    for system in ("stock", "ours")
+                }
+                ratio = round(pair["ours"] / pair["stock"], 4)
+                table.append({"layout": layout, "concurrency": concurrency, "metric": metric, **pair, "ratio": ratio})
+                print(
+                    f"{layout:14} {concurrency:5} {metric:>20} {pair['stock']:10.2f} {pair['ours']:10.2f} {ratio:10.3f}"
+                )
+    return table
+
+
+if __name__ == "__main__":
+    main()

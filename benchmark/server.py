@@ -1,0 +1,122 @@
+"""Start and stop a server under test: sglang_adapt or stock sglang, with the same flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+
+@dataclass
+class Server:
+    """A server process; a context manager that waits until it serves, and ends it.
+
+    Attributes:
+        name: for messages and the log file.
+        module: `sglang_adapt.launch_server` or `sglang.launch_server`.
+        flags: its command line without host and port.
+        log: where its output goes.
+        environment: variables beside those of this process.
+    """
+
+    name: str
+    module: str
+    flags: list[str]
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 400.0
+
+    def __enter__(self) -> Server:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | self.environment
+        command = [sys.executable, "-m", self.module, *self.flags, "--host", "127.0.0.1", "--port", str(self.port)]
+        started = time.perf_counter()
+        with self.log.open("w") as log:
+            log.write(shlex.join(command) + "\n")
+            log.flush()
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            )
+        while not self._answers("/health_generate"):
+            if self._process.poll() is not None:
+                raise RuntimeError(f"{self.name} ended while it started:\n{self.tail()}")
+            if time.perf_counter() - started > self.start_timeout_s:
+                tail = self.tail()
+                self.stop()
+                raise TimeoutError(f"{self.name} does not serve after {self.start_timeout_s:.0f} s:\n{tail}")
+            time.sleep(0.2)
+        self.start_s = time.perf_counter() - started
+        print(f"{self.name}: serves after {self.start_s:.1f} s", flush=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to the whole session of processes."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            print(f"{self.name}: did not end within 30 s of SIGTERM", flush=True)
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _answers(self, path: str) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment() -> dict[str, object]:
+    """Card, versions, date and command, for a result file."""
+    import torch
+
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "cards": cards or [f"none ({platform.processor() or platform.machine()}, {os.cpu_count()} cores)"],
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "sglang": _sglang_version()},
+    }
+
+
+def _sglang_version() -> str:
+    from importlib.metadata import version
+
+    return version("sglang")
+
+
+def write_json(path: Path, data: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    print(f"written: {path}")
