@@ -199,8 +199,7 @@ def _join_blocks(
     for request, blocks, need in zip(batch.requests, lists, needed.tolist(), strict=True):
         if blocks.ndim != 2 or blocks.shape[0] != tp:
             raise PlanError(
-                f"request {request.rid}: {end_name} blocks have shape {blocks.shape}; "
-                f"TP {tp} needs one row a rank"
+                f"request {request.rid}: {end_name} blocks have shape {blocks.shape}; TP {tp} needs one row a rank"
             )
         if blocks.shape[1] < need:
             raise PlanError(

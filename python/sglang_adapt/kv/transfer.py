@@ -30,8 +30,7 @@ def push(dest: torch.Tensor, source: torch.Tensor) -> None:
     """
     if dest.nbytes != source.nbytes or not (dest.is_contiguous() and source.is_contiguous()):
         raise ValueError(
-            f"cannot copy {source.nbytes} bytes to {dest.nbytes} bytes: "
-            "both must be contiguous and of one size"
+            f"cannot copy {source.nbytes} bytes to {dest.nbytes} bytes: both must be contiguous and of one size"
         )
     if dest.device.type == "cpu" and source.device.type == "cpu":
         dest.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
