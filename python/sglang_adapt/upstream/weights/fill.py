@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -23,8 +22,10 @@ from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
 from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.common import configure_logger
 from torch import nn
 
+from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.weights.bind import assert_owns_no_weights, bind_views
 from sglang_adapt.upstream.weights.construct import build_model
 from sglang_adapt.upstream.weights.params import model_params, shard_spec
@@ -35,24 +36,20 @@ from sglang_adapt.weights import Manifest, WeightStore, plan_layout
 _MODEL_LOADER = "sglang.srt.model_loader.loader"
 
 
-@dataclass(frozen=True)
-class LoadProgress:
-    """How far the filling of a store has come.
+ProgressCallback = Callable[[int, int], None]
+"""Called with the bytes loaded so far, as bytes of the store, and the size of the store."""
 
-    Attributes:
-        done_bytes: read from the checkpoint so far, as bytes of the store.
-        total_bytes: size of the store.
+
+def prepare_to_fill(server_args: ServerArgs, log_name: str) -> None:
+    """Prepare a process that is to fill stores: plugins, version gate, patches, logging.
+
+    Raises:
+        PatchError, UnsupportedVersionError: this process is not what it should be.
     """
-
-    done_bytes: int
-    total_bytes: int
-
-    @property
-    def fraction(self) -> float:
-        return self.done_bytes / self.total_bytes
-
-
-ProgressCallback = Callable[[LoadProgress], None]
+    prepare_process()
+    configure_logger(server_args, prefix=f" {log_name}")
+    if server_args.device == "cpu":
+        torch.set_num_threads(1)
 
 
 class StoreFiller:
@@ -118,7 +115,7 @@ class StoreFiller:
             assert_owns_no_weights(model, store)
             if progress is not None:
                 total = store.manifest.nbytes
-                progress(LoadProgress(total * (rank + 1) // self._finest_tp, total))
+                progress(total * (rank + 1) // self._finest_tp, total)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._gpu_id)
             torch.cuda.empty_cache()
@@ -151,7 +148,7 @@ def _report_reading(loader: DefaultModelLoader, total: int, rank: int, passes: i
             yield name, tensor
             done += tensor.numel() * tensor.element_size()
             # Each pass reads the whole checkpoint, which is about as large as the store.
-            progress(LoadProgress((total * rank + min(done, total)) // passes, total))
+            progress((total * rank + min(done, total)) // passes, total)
 
     loader._get_all_weights = reading
 

@@ -1,0 +1,87 @@
+"""The keeper's process: load once, export, stay until the parent goes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection, wait
+
+import setproctitle
+import torch
+
+from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.keeper.config import KeeperConfig
+from sglang_adapt.keeper.messages import Failed, KeeperMessage, Progress, Ready, encode
+from sglang_adapt.memory import Region, RegionHandle, allocate
+from sglang_adapt.weights import WeightStore
+
+_PROGRESS_STEPS = 100
+
+
+def keeper_main(config: KeeperConfig, pipe: Connection) -> None:
+    """Own what `config` says until the process that started this one ends or closes the pipe.
+
+    Raises:
+        Exception: whatever kept it from loading or allocating; told over the pipe first.
+    """
+    started = time.monotonic()
+    # The parent is the forkserver, which ends when the process that started it does.
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(config.environment)
+    setproctitle.setproctitle(f"sglang_adapt::{config.name}")
+    try:
+        regions = _allocate(config)
+        store = None if config.finest_tp is None else _load(config, config.finest_tp, pipe)
+    except Exception as error:
+        _tell(pipe, Failed(f"{type(error).__name__}: {error}"))
+        raise
+    handles: dict[str, dict[int, RegionHandle]] = {
+        name: {gpu: region.handle for gpu, region in by_gpu.items()} for name, by_gpu in regions.items()
+    }
+    _tell(pipe, Ready(None if store is None else store.handle, handles, time.monotonic() - started))
+    _wait_for_the_end(pipe)
+
+
+def _allocate(config: KeeperConfig) -> dict[str, dict[int, Region]]:
+    return {
+        spec.name: {gpu: allocate(spec.nbytes, _device(config, gpu)) for gpu in config.gpu_ids}
+        for spec in config.regions
+    }
+
+
+def _device(config: KeeperConfig, gpu: int) -> torch.device:
+    return torch.device("cpu") if config.server_args.device == "cpu" else torch.device("cuda", gpu)
+
+
+def _load(config: KeeperConfig, finest_tp: int, pipe: Connection) -> WeightStore:
+    from sglang_adapt.upstream.weights.fill import StoreFiller, prepare_to_fill
+
+    prepare_to_fill(config.server_args, config.name)
+    gpu = config.gpu_ids[0]
+    filler = StoreFiller(config.server_args, finest_tp, gpu)
+    store = WeightStore.create(filler.layout(), _device(config, gpu))
+    told = -1
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        step = done * _PROGRESS_STEPS // total
+        if step > told:
+            told = step
+            _tell(pipe, Progress(done, total))
+
+    tell(0, store.manifest.nbytes)
+    filler.fill(store, tell)
+    return store
+
+
+def _tell(pipe: Connection, message: KeeperMessage) -> None:
+    pipe.send_bytes(encode(message))
+
+
+def _wait_for_the_end(pipe: Connection) -> None:
+    """Return when the parent has closed its end of the pipe, or is gone."""
+    parent = multiprocessing.parent_process()
+    wait([pipe] if parent is None else [pipe, parent.sentinel])
