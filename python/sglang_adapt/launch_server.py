@@ -8,16 +8,16 @@ whatever reason, it ends every process that is left and removes the run's folder
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.connection
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import FrameType
 
 from sglang_adapt.core.process import adopt_orphans, end_descendants, make_run_dir
 from sglang_adapt.front.settings import SettingsError, add_adapt_flags, split_argv
+from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
 
 EXIT_USAGE = 2
 _KILL_WAIT_S = 10.0
@@ -30,23 +30,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_help()
         return 0
     try:
-        split_argv(arguments)
+        ours, _ = split_argv(arguments)
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return _run(arguments)
+    return _run(arguments, ours.adapt_start_method)
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], start_method: str) -> int:
     from sglang_adapt.front.process import front_main
 
     adopt_orphans()
     run_dir = make_run_dir()
     try:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["sglang_adapt.upstream.preload"])
+        os.environ.update(STOCK_ENVIRONMENT)
+        context: ForkServerContext | SpawnContext
+        if start_method == "forkserver":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["sglang_adapt.upstream.preload"])
+        else:
+            context = multiprocessing.get_context("spawn")
         print("sglang_adapt: loading sglang", file=sys.stderr, flush=True)
-        front = context.Process(target=front_main, args=(argv, str(run_dir)), name="front")
+        front = context.Process(target=front_main, args=(argv, str(run_dir.path), start_method), name="front")
         stopping = _Stopping()
         front.start()
         stopping.pass_to(front.pid)
@@ -56,7 +61,7 @@ def _run(argv: list[str]) -> int:
     finally:
         if not end_descendants(_KILL_WAIT_S):
             print("error: a process of this server could not be ended", file=sys.stderr, flush=True)
-        shutil.rmtree(run_dir, ignore_errors=True)
+        run_dir.remove()
 
 
 class _Stopping:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 class LayoutError(ValueError):
@@ -88,7 +89,9 @@ def _parse_engine(part: str, tp_sizes: Sequence[int], gpus: int, example: str) -
     if tp not in tp_sizes:
         raise LayoutError(f"{part}: TP size {tp} is not among --adapt-tp-sizes {_list(tp_sizes)}; {example}")
     if last - first + 1 != tp:
-        raise LayoutError(f"{part}: TP size {tp} needs {tp} GPUs, but {part.split('@')[1]} names {last - first + 1}; {example}")
+        raise LayoutError(
+            f"{part}: TP size {tp} needs {tp} GPUs, but {part.split('@')[1]} names {last - first + 1}; {example}"
+        )
     if last >= gpus:
         raise LayoutError(f"{part}: GPU {last} does not exist, there are {gpus} (0 to {gpus - 1}); {example}")
     if first % tp:
@@ -127,7 +130,7 @@ def check_tp_sizes(tp_sizes: Iterable[int], gpus: int, heads: int, kv_heads: int
         fault = tp_size_fault(tp, heads, kv_heads)
         if fault is not None:
             raise LayoutError(f"TP size {tp} {fault}; {fits}")
-    for small, large in zip(sizes, sizes[1:], strict=False):
+    for small, large in pairwise(sizes):
         if large % small:
             raise LayoutError(f"TP size {large} is not a multiple of {small}, so their shards do not nest; {fits}")
     return tuple(sizes)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
 import time
+from dataclasses import dataclass
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
+from typing import IO, Any
 
 import psutil
 
@@ -17,7 +22,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _RUN_DIR_PREFIX = "sglang_adapt-"
 _MAX_SOCKET_PATH = 107
-_LONGEST_SOCKET_NAME = 40
+_LONGEST_SOCKET_NAME = 30
+_LOCK = "lock"
 
 
 def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> None:
@@ -58,6 +64,18 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}, {value}) failed: {os.strerror(error)}")
 
 
+def process_context(start_method: str) -> ForkServerContext | SpawnContext:
+    """The multiprocessing context in which this process starts its children.
+
+    Args:
+        start_method: `forkserver`: from the forkserver that this process was forked from itself; or `spawn`.
+    """
+    if start_method == "forkserver":
+        share_forkserver()
+        return multiprocessing.get_context("forkserver")
+    return multiprocessing.get_context("spawn")
+
+
 def share_forkserver() -> None:
     """Let this process, forked from a forkserver, start its own children from that same forkserver.
 
@@ -67,7 +85,7 @@ def share_forkserver() -> None:
     Raises:
         RuntimeError: this process has no forkserver's address: it was not forked from one.
     """
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_address is None or server._forkserver_alive_fd is None:
         raise RuntimeError(f"process {os.getpid()} was not started from a forkserver")
     server.ensure_running = _already_running
@@ -77,27 +95,49 @@ def _already_running() -> None:
     return None
 
 
-def make_run_dir() -> Path:
-    """Make this run's private folder (mode 0700), named after this process, and remove those of dead runs.
+@dataclass(frozen=True)
+class RunDir:
+    """A run's private folder (mode 0700). Its lock is held as long as this process lives, whatever becomes of it."""
+
+    path: Path
+    lock: IO[bytes]
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.lock.close()
+
+
+def make_run_dir() -> RunDir:
+    """Make this run's private folder in the temporary folder, and remove those of runs that were killed.
 
     Raises:
         OSError: the temporary folder's path is too long for a unix socket; names TMPDIR as the way out.
     """
     base = Path(tempfile.gettempdir())
     sweep_run_dirs(base)
-    path = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}-", dir=base))
+    path = Path(tempfile.mkdtemp(prefix=_RUN_DIR_PREFIX, dir=base))
     if len(str(path)) + _LONGEST_SOCKET_NAME > _MAX_SOCKET_PATH:
         path.rmdir()
         raise OSError(f"{base} is too long a path for unix sockets; set TMPDIR to a shorter folder")
-    return path
+    lock = (path / "new-lock").open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Under its own name only once it is held, so that no sweep can take it for a dead run's.
+    (path / "new-lock").rename(path / _LOCK)
+    return RunDir(path, lock)
 
 
 def sweep_run_dirs(base: Path) -> list[Path]:
-    """Remove run folders whose process is gone (a run that was killed could not) and return them."""
+    """Remove the folders of runs whose lock nobody holds any more, and return them."""
     removed = []
-    for path in base.glob(f"{_RUN_DIR_PREFIX}*-*"):
-        pid = path.name.removeprefix(_RUN_DIR_PREFIX).split("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
+    for path in base.glob(f"{_RUN_DIR_PREFIX}*"):
+        lock_path = path / _LOCK
+        if not lock_path.is_file() or path.stat().st_uid != os.getuid():
+            continue
+        with lock_path.open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed

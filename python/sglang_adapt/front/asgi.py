@@ -28,9 +28,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _WORK_PREFIXES = ("/v1/", "/api/")
-_WORK_PATHS = frozenset(
-    ("/generate", "/encode", "/classify", "/invocations", "/vertex_generate", "/rerank", "/score")
-)
+_WORK_PATHS = frozenset(("/generate", "/encode", "/classify", "/invocations", "/vertex_generate", "/rerank", "/score"))
 _NOT_WORK = frozenset(("/v1/models", "/v1/loads", "/v1/tokenize", "/v1/detokenize"))
 
 

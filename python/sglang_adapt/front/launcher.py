@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -22,11 +22,13 @@ class RouterLauncher:
     """The `Launcher` that stock's launch code calls.
 
     Attributes:
+        context: in which the router's process is started.
         config: the deployment.
         server_args: stock ServerArgs by TP size.
         control_endpoint: where the front listens for the router.
     """
 
+    context: BaseContext
     config: AdaptConfig
     server_args: dict[int, Any]
     control_endpoint: str
@@ -40,10 +42,11 @@ class RouterLauncher:
         return self._process
 
     def start(self, server_args: Any, port_args: Any) -> BaseProcess:
-        context = multiprocessing.get_context("forkserver")
-        self._report, writer = context.Pipe(duplex=False)
+        self._report, writer = self.context.Pipe(duplex=False)
         args = RouterArgs(self.config, self.server_args, port_args, self.control_endpoint, dict(os.environ))
-        self._process = context.Process(target=router_main, args=(args, writer), name="router")
+        self._process = self.context.Process(  # type: ignore[attr-defined]
+            target=router_main, args=(args, writer), name="router"
+        )
         self._process.start()
         writer.close()
         return self._process

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_adapt.core.layout import LayoutError
-from sglang_adapt.core.process import die_with_parent, share_forkserver
+from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.front.asgi import AdaptLayer
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.link import RouterLink
@@ -28,10 +28,10 @@ EXIT_START_FAILED = 3
 _LISTEN_TIMEOUT_S = 60.0
 
 
-def front_main(argv: Sequence[str], run_dir: str) -> None:
+def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     """Serve until told to stop. Exits with `EXIT_USAGE` on bad settings, `EXIT_START_FAILED` if an engine fails."""
     die_with_parent(signal.SIGKILL)
-    share_forkserver()
+    context = process_context(start_method)
     # Until the HTTP server runs there is nothing to drain; the launcher's process forwards Ctrl-C as SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Stock puts its sockets where temporary files go; in the run's folder they are private and go with it.
@@ -58,7 +58,7 @@ def front_main(argv: Sequence[str], run_dir: str) -> None:
     )
     control = f"ipc://{Path(run_dir) / 'control'}"
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
-    launcher = RouterLauncher(config, settings.server_args, control)
+    launcher = RouterLauncher(context, config, settings.server_args, control)
     link = RouterLink(control)
     try:
         upstream.serve(

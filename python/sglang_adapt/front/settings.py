@@ -74,6 +74,13 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         help="how long running requests may take after SIGTERM or Ctrl-C, in seconds (default: 60)",
     )
+    group.add_argument(
+        "--adapt-start-method",
+        choices=["forkserver", "spawn"],
+        default="forkserver",
+        help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, for "
+        "a set-up in which importing sglang initialises CUDA (default: forkserver)",
+    )
 
 
 def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -109,11 +116,10 @@ def make_settings(argv: Sequence[str], run_dir: str) -> Settings:
 
     ours, rest = split_argv(argv)
     virtual = not has_cuda()
-    if not any(arg == "--model-path" or arg == "--model" or arg.startswith(("--model-path=", "--model=")) for arg in rest):
-        if "--config" not in rest:
-            from sglang_adapt.demo import demo_model_path
+    if not _names_model(rest):
+        from sglang_adapt.demo import demo_model_path
 
-            rest = ["--model-path", str(demo_model_path()), *rest]
+        rest = ["--model-path", str(demo_model_path()), *rest]
     first = upstream.parse_server_args(rest)
     _refuse_unsupported(first)
     gpus = _gpus(ours.adapt_virtual_gpus, virtual, first, upstream.gpu_count())
@@ -152,8 +158,14 @@ def make_settings(argv: Sequence[str], run_dir: str) -> Settings:
         drain_timeout_s=ours.adapt_drain_timeout,
         threads_per_rank=1,
         run_dir=run_dir,
+        start_method=ours.adapt_start_method,
     )
     return Settings(config, server_args)
+
+
+def _names_model(argv: Sequence[str]) -> bool:
+    """Does a stock command line say which model to serve, itself or in its config file?"""
+    return any(arg.split("=")[0] in ("--model-path", "--model", "--config") for arg in argv)
 
 
 def _gpus(asked: int | None, virtual: bool, server_args: Any, devices: int) -> int:

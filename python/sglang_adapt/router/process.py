@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import zmq
 from sglang_adapt.core import messages
 from sglang_adapt.core.config import AdaptConfig
 from sglang_adapt.core.layout import EngineSpec
-from sglang_adapt.core.process import die_with_parent, share_forkserver
+from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.engine.process import rank_main
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.router import Outlets, Router
@@ -68,7 +66,6 @@ def router_main(args: RouterArgs, report: Connection) -> None:
     `pids`, or `status` "failed" with `error`.
     """
     die_with_parent(signal.SIGKILL)
-    share_forkserver()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.update(args.environment)
@@ -117,11 +114,9 @@ class _Process:
                 lost=self._not_taking,
             ),
         )
-        context = multiprocessing.get_context("forkserver")
-        assert isinstance(context, ForkServerContext)
         self._supervisor = Supervisor(
             self._loop,
-            context,
+            process_context(self._config.start_method),
             self._make_ranks,
             RestartLimit(self._config.restart_limit, self._config.restart_window_s),
             self._on_loaded,

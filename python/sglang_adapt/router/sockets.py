@@ -27,7 +27,7 @@ class Inbox:
         self._socket = socket
         self._handler = handler
         self._burst = burst
-        self._fd = socket.getsockopt(zmq.FD)
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._closed = False
         loop.add_reader(self._fd, self._drain)
         loop.call_soon(self._drain)
@@ -43,7 +43,7 @@ class Inbox:
                 return
             try:
                 handler(message)
-            except Exception:  # noqa: BLE001 - a bad message must not end the process that serves all others
+            except Exception:
                 logger.exception("a message of %d bytes could not be handled", len(message))
         self._loop.call_soon(self._drain)
 

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from sglang_adapt.core.layout import EngineSpec
@@ -41,7 +42,7 @@ class EngineRun:
 
     spec: EngineSpec
     started_at: float
-    processes: list[ForkServerProcess] = field(default_factory=list)
+    processes: list[BaseProcess] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     exited: set[int] = field(default_factory=set)
@@ -57,7 +58,7 @@ class Supervisor:
 
     Args:
         loop: the router's event loop; all callbacks run on it.
-        context: a forkserver context whose server has loaded sglang.
+        context: in which the processes are started; best a forkserver's that has loaded sglang.
         make_ranks: the processes of a new start of an engine (fresh sockets and ports each time).
         on_loaded: all ranks of a start have reported; gets their reports by rank.
         on_lost: a rank ended without being told to; the others of its engine are being killed. Gets the
@@ -67,7 +68,7 @@ class Supervisor:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        context: ForkServerContext,
+        context: ForkServerContext | SpawnContext,
         make_ranks: Callable[[EngineSpec], Sequence[RankStart]],
         limit: RestartLimit,
         on_loaded: Callable[[EngineSpec, dict[int, dict[str, Any]]], None],
@@ -119,7 +120,7 @@ class Supervisor:
         for process in alive:
             await self._loop.run_in_executor(None, process.join, 5.0)
 
-    def _alive(self) -> list[ForkServerProcess]:
+    def _alive(self) -> list[BaseProcess]:
         return [process for run in self._runs.values() for process in run.processes if process.is_alive()]
 
     def _on_report(self, run: EngineRun, rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -62,14 +63,18 @@ class RouterInsteadOfSchedulers(Patch):
 
 
 class ForkInsteadOfSpawn(Patch):
-    """Makes the detokenizer start from the forkserver; stock sets multiprocessing to spawn, a second import."""
+    """Makes the detokenizer start from the forkserver where the front was forked from one.
+
+    Stock sets multiprocessing to spawn, which would import sglang a second time.
+    """
 
     target = "sglang.srt.entrypoints.engine._set_envs_and_config"
     kind = "after"
 
     @staticmethod
     def hook(result: None, server_args: Any) -> None:
-        multiprocessing.set_start_method("forkserver", force=True)
+        if multiprocessing.forkserver._forkserver._forkserver_address is not None:  # type: ignore[attr-defined]
+            multiprocessing.set_start_method("forkserver", force=True)
 
 
 FRONT_PATCHES: tuple[type[Patch], ...] = (RouterInsteadOfSchedulers, ForkInsteadOfSpawn, ReadLoadsOfAllSlots)

@@ -11,15 +11,18 @@ import os
 import signal
 import warnings
 
-# torch asks NVML instead of the CUDA runtime whether there are GPUs; asking the runtime would initialise CUDA here
-# and break it in every forked child (torch.cuda.is_available documents this variable).
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # A crashing stock child tells its parent with SIGQUIT; the parent of all of them is the forkserver, which must
 # live on. Our own entry points report a crash by their exit code instead.
 signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-# Stock sends pickles between its processes unless told otherwise; msgpack can be read in part (upstream/wire.py).
-os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
 warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\..*")
+
+from sglang_adapt.core.process import die_with_parent  # noqa: E402
+from sglang_adapt.upstream import cuda_facts  # noqa: E402
+from sglang_adapt.upstream.entry_points import has_cuda  # noqa: E402
+
+die_with_parent(signal.SIGKILL)
+if has_cuda():
+    cuda_facts.answer_from(cuda_facts.ask_devices())
 
 from sglang.srt.entrypoints import http_server  # noqa: E402, F401
 from sglang.srt.managers import detokenizer_manager, scheduler  # noqa: E402, F401
@@ -27,10 +30,8 @@ from sglang.srt.model_executor import model_runner  # noqa: E402, F401
 from sglang.srt.models import registry  # noqa: E402, F401
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
-from sglang_adapt.core.process import die_with_parent  # noqa: E402
-
-die_with_parent(signal.SIGKILL)
 load_plugins()
+cuda_facts.assert_cuda_untouched()
 gc.collect()
 gc.freeze()
 

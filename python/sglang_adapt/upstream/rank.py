@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
 
@@ -103,6 +104,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.update(args.environment)
+    give_back_cuda()
     prepare_process(*RANK_PATCHES)
     use_load_slots(args.loads)
 

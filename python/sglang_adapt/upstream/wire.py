@@ -8,7 +8,7 @@ forwards the bytes untouched. Only merged control answers and errors are decoded
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -183,31 +183,38 @@ def encode_warmup(rid: str, prompt: list[int], new_tokens: int) -> bytes:
     return msgpack_encode(request)
 
 
-_REPLY_EXCEPTIONS = {
-    b"LoadLoRAAdapterReqInput": b"LoRAUpdateOutput",
-    b"LoadLoRAAdapterFromTensorsReqInput": b"LoRAUpdateOutput",
-    b"UnloadLoRAAdapterReqInput": b"LoRAUpdateOutput",
-}
-
-
 def reply_tags() -> dict[bytes, bytes]:
     """For each stock control request that is answered: its tag and the tag of its answer.
 
-    Stock names them `XReqInput` or `XReq` and `XReqOutput`; read from io_struct, so a new pair needs no change.
+    Stock names them `XReqInput` or `XReq` and `XReqOutput` (some answers are one class under several names); read
+    from io_struct, so a new pair needs no change here.
     """
     from sglang.srt.managers import io_struct
 
-    names = {name.encode() for name, value in vars(io_struct).items() if isinstance(value, type)}
-    pairs = dict(_REPLY_EXCEPTIONS)
-    for request in names:
-        for suffix in (b"ReqInput", b"Req"):
-            reply = request.removesuffix(suffix) + b"ReqOutput"
-            if request.endswith(suffix) and reply in names:
-                pairs[request] = reply
-    missing = sorted(tag.decode() for pair in _REPLY_EXCEPTIONS.items() for tag in pair if tag not in names)
+    structs: dict[str, str] = {
+        name: cast(Any, value).__struct_config__.tag
+        for name, value in vars(io_struct).items()
+        if isinstance(value, type) and issubclass(value, (io_struct.BaseReq, io_struct.BaseBatchReq))
+    }
+    pairs = {}
+    for request, tag in structs.items():
+        for suffix in ("ReqInput", "Req"):
+            reply = f"{request.removesuffix(suffix)}ReqOutput"
+            if request.endswith(suffix) and reply in structs:
+                pairs[tag.encode()] = structs[reply].encode()
+    missing = [name for name in _ANSWERED if name.encode() not in pairs]
     if missing:
-        raise WireError(f"sglang's io_struct has no {', '.join(missing)}; its control messages have changed")
+        raise WireError(f"sglang's io_struct has no answer to {', '.join(missing)}; its control messages have changed")
     return pairs
+
+
+_ANSWERED = (
+    "FlushCacheReqInput",
+    "GetInternalStateReq",
+    "ProfileReq",
+    "LoadLoRAAdapterReqInput",
+    "OpenSessionReqInput",
+)
 
 
 def merge_replies(replies: dict[str, bytes]) -> bytes:

@@ -13,6 +13,8 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     sglang/srt/mem_cache/allocator/paged.py.
     """
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,

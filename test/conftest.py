@@ -1,0 +1,23 @@
+"""What every test shares. Tests that start servers have their fixtures in test/serving/conftest.py."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# As in the server's processes (upstream/preload.py): stock's messages are msgpack, and CUDA is left alone.
+os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs GPUs where there are none."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA devices; last results in benchmark/results/"))

@@ -1,0 +1,136 @@
+"""Layouts: what is accepted, what is refused and how."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_adapt.core.layout import (
+    EngineSpec,
+    Layout,
+    LayoutError,
+    candidate_engines,
+    check_tp_sizes,
+    default_tp_sizes,
+    parse_layout,
+    uniform_layout,
+)
+
+
+def test_engine_names() -> None:
+    assert EngineSpec(0, 1).name == "tp1@0"
+    assert EngineSpec(2, 2).name == "tp2@2-3"
+
+
+def test_candidates_are_every_aligned_group() -> None:
+    names = [engine.name for engine in candidate_engines((1, 2, 4), 4)]
+    assert names == ["tp1@0", "tp1@1", "tp1@2", "tp1@3", "tp2@0-1", "tp2@2-3", "tp4@0-3"]
+
+
+def test_parse_orders_by_gpu() -> None:
+    layout = parse_layout("tp2@2-3, tp1@1,tp1@0", (1, 2), 4)
+    assert str(layout) == "tp1@0,tp1@1,tp2@2-3"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("tp1@0,tp2@0-1", "both use GPU 0"),
+        ("tp1@0,tp1@0,tp1@1", "both use GPU 0"),
+        ("tp1@0", "no engine uses GPU 1, 2, 3"),
+        ("tp2@1-2,tp1@0,tp1@3", "starts at a multiple of 2"),
+        ("tp4@0-3", "4 is not among --adapt-tp-sizes 1, 2"),
+        ("tp2@4-5", "GPU 5 does not exist"),
+        ("tp2@0-2", "needs 2 GPUs"),
+        ("tp2@1-0", "needs 2 GPUs"),
+        ("", "is not an engine"),
+        ("tp@0", "is not an engine"),
+        ("tp1@0;tp1@1", "is not an engine"),
+        ("tp1@0,", "is not an engine"),
+        ("tp-1@0", "is not an engine"),
+    ],
+)
+def test_bad_layouts_say_why_and_show_a_good_one(text: str, reason: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        parse_layout(text, (1, 2), 4)
+    assert reason in str(caught.value)
+    assert "a valid layout here is tp1@0,tp1@1,tp1@2,tp1@3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "heads", "kv_heads", "sizes"),
+    [
+        (8, 32, 8, (1, 2, 4, 8)),
+        (4, 32, 2, (1, 2, 4)),
+        (6, 12, 4, (1, 2)),
+        (8, 14, 2, (1, 2)),
+        (1, 8, 8, (1,)),
+        (3, 9, 3, (1,)),
+    ],
+)
+def test_default_sizes(gpus: int, heads: int, kv_heads: int, sizes: tuple[int, ...]) -> None:
+    assert default_tp_sizes(gpus, heads, kv_heads) == sizes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ([], "is empty"),
+        ([0], "not positive"),
+        ([1, 1], "given twice"),
+        ([3], "does not divide the 8 GPUs"),
+        ([8], "does not divide the model's 12 attention heads"),
+        ([2, 4], None),
+    ],
+)
+def test_check_tp_sizes(sizes: list[int], reason: str | None) -> None:
+    if reason is None:
+        assert check_tp_sizes(sizes, 8, 12, 4) == tuple(sizes)
+        return
+    with pytest.raises(LayoutError, match=reason):
+        check_tp_sizes(sizes, 8, 12, 4)
+
+
+def test_sizes_must_nest() -> None:
+    with pytest.raises(LayoutError, match="not a multiple of 2"):
+        check_tp_sizes([2, 3], 6, 12, 12)
+
+
+def test_kv_heads_that_neither_divide_nor_are_divided() -> None:
+    with pytest.raises(LayoutError, match="6 KV heads"):
+        check_tp_sizes([4], 4, 24, 6)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[int, Layout]:
+    gpus = draw(st.sampled_from([1, 2, 4, 8]))
+    engines = []
+    gpu = 0
+    while gpu < gpus:
+        sizes = [tp for tp in (1, 2, 4, 8) if gpu % tp == 0 and gpu + tp <= gpus]
+        tp = draw(st.sampled_from(sizes))
+        engines.append(EngineSpec(gpu, tp))
+        gpu += tp
+    return gpus, Layout(tuple(engines))
+
+
+@given(partitions(), st.randoms())
+def test_every_aligned_partition_reads_back(case: tuple[int, Layout], rng: object) -> None:
+    gpus, layout = case
+    parts = str(layout).split(",")
+    rng.shuffle(parts)  # type: ignore[attr-defined]
+    assert parse_layout(",".join(parts), (1, 2, 4, 8), gpus) == layout
+
+
+@given(st.text(alphabet="tp@-,0123 ", max_size=20))
+def test_any_text_is_a_layout_or_a_layout_error(text: str) -> None:
+    try:
+        layout = parse_layout(text, (1, 2), 2)
+    except LayoutError:
+        return
+    assert sorted(gpu for engine in layout.engines for gpu in engine.gpus) == [0, 1]
+
+
+def test_uniform() -> None:
+    assert str(uniform_layout(2, 4)) == "tp2@0-1,tp2@2-3"

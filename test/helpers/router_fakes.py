@@ -1,0 +1,125 @@
+"""A router without sockets: engines and front are lists."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.router.engine import Engine
+from sglang_adapt.router.router import Outlets, Router
+from sglang_adapt.upstream import wire
+
+
+class World:
+    """A router with engines tp1@0, tp1@1 and tp2@0-1; layout tp1@0,tp1@1 unless told otherwise."""
+
+    def __init__(self, layout: str = "tp1@0,tp1@1") -> None:
+        self.tokenizer: list[object] = []
+        self.outputs: list[object] = []
+        self.lost: list[str] = []
+        self.ready: list[str] = []
+        self.connected: dict[str, bool] = {}
+        self.received: dict[str, list[bytes]] = {}
+        self.router = Router(
+            parse_layout(layout, (1, 2), 2),
+            Outlets(
+                tokenizer=lambda data: self.tokenizer.append(msgpack_decode(data)),
+                outputs=lambda data: self.outputs.append(msgpack_decode(data)),
+                ready=lambda engine: self.ready.append(engine.name),
+                changed=lambda: None,
+                lost=lambda engine: self.lost.append(engine.name),
+            ),
+        )
+        for name in ("tp1@0", "tp1@1", "tp2@0-1"):
+            self.connected[name] = True
+            self.received[name] = []
+            self.router.add_engine(Engine(name, send=self._sender(name)))
+
+    def _sender(self, name: str) -> Callable[[bytes], None]:
+        def send(data: bytes) -> None:
+            if not self.connected[name]:
+                raise zmq.Again
+            self.received[name].append(data)
+
+        return send
+
+    def engine(self, name: str) -> Engine:
+        return self.router.engines[name]
+
+    def warm(self, *names: str) -> World:
+        """Let engines answer their warm-up request."""
+        for name in names or tuple(self.router.engines):
+            self.finish(name, f"{wire.WARMUP_RID_PREFIX}_{name}_0")
+        return self
+
+    def send(self, message: object) -> None:
+        self.router.on_front_message(msgpack_encode(message))
+
+    def request(self, rid: str, tokens: int = 8) -> None:
+        self.send(generate(rid, tokens))
+
+    def finish(self, name: str, *rids: str) -> None:
+        self.output(name, rids, [{"type": "length", "length": 4}] * len(rids))
+
+    def output(self, name: str, rids: Sequence[str], reasons: Sequence[dict | None]) -> None:
+        self.router.on_engine_message(self.engine(name), msgpack_encode(token_output(rids, reasons)))
+
+    def reply(self, name: str, message: object) -> None:
+        self.router.on_engine_message(self.engine(name), msgpack_encode(message))
+
+    def seen(self, name: str) -> list[str]:
+        """The ids of what an engine was sent."""
+        return [msgpack_decode(data).rid for data in self.received[name]]
+
+    def check(self) -> None:
+        """The router's invariant."""
+        where = {rid: name for name, engine in self.router.engines.items() for rid in engine.in_flight}
+        assert len(where) == sum(len(engine.in_flight) for engine in self.router.engines.values())
+        assert {rid: engine.name for rid, engine in self.router._where.items()} == where
+
+
+def generate(rid: str, tokens: int = 8) -> io_struct.TokenizedGenerateReqInput:
+    """A stock tokenized request."""
+    return io_struct.TokenizedGenerateReqInput(
+        rid=rid,
+        input_text="",
+        input_ids=array("q", range(tokens)),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=SamplingParams(max_new_tokens=4),
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=True,
+    )
+
+
+def token_output(rids: Sequence[str], reasons: Sequence[dict | None]) -> io_struct.BatchTokenIDOutput:
+    """A stock batch of outputs, a token each, with nothing optional in it."""
+    count = len(rids)
+    required = {field.name: None for field in msgspec.structs.fields(io_struct.BatchTokenIDOutput) if field.required}
+    numbers = dict.fromkeys(
+        ("read_offsets", "prompt_tokens", "reasoning_tokens", "completion_tokens", "cached_tokens"), [0] * count
+    )
+    flags = dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"), [True] * count)
+    return io_struct.BatchTokenIDOutput(
+        **required
+        | numbers
+        | flags
+        | {
+            "rids": list(rids),
+            "finished_reasons": list(reasons),
+            "decoded_texts": [""] * count,
+            "decode_ids": [array("q", [7])] * count,
+            "output_ids": [array("q", [7])] * count,
+        }
+    )

@@ -1,0 +1,147 @@
+"""Patches: applied, verified, and loud when anything is wrong."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+from sglang.srt.plugins import hook_registry
+
+from sglang_adapt.upstream import version
+from sglang_adapt.upstream.patch import Patch, PatchError, PatchSet
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A stand-in for a module of sglang, under a name of its own."""
+    import sys
+
+    fake = types.ModuleType("fake_sglang")
+
+    class Thing:
+        def double(self, x: int) -> int:
+            return 2 * x
+
+        @classmethod
+        def make(cls) -> str:
+            return cls.__name__
+
+    fake.Thing = Thing  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_sglang", fake)
+    monkeypatch.setattr(hook_registry.HookRegistry, "_hooks", hook_registry.defaultdict(list))
+    monkeypatch.setattr(hook_registry.HookRegistry, "_patched", set())
+    return fake
+
+
+class Triple(Patch):
+    """Returns three times the argument, to be seen."""
+
+    target = "fake_sglang.Thing.double"
+    kind = "replace"
+
+    @staticmethod
+    def hook(self: Any, x: int) -> int:
+        return 3 * x
+
+
+class AlsoDouble(Patch):
+    """Another patch of the same method."""
+
+    target = "fake_sglang.Thing.double"
+    kind = "replace"
+
+    @staticmethod
+    def hook(self: Any, x: int) -> int:
+        return 4 * x
+
+
+class MakeOther(Patch):
+    """Replaces a class method."""
+
+    target = "fake_sglang.Thing.make"
+    kind = "replace"
+
+    @staticmethod
+    def hook(cls: type) -> str:
+        return f"patched {cls.__name__}"
+
+
+class NoSuchTarget(Patch):
+    """Names an attribute that is not there."""
+
+    target = "fake_sglang.Thing.absent"
+    kind = "replace"
+
+
+def test_applied_and_verified(module: types.ModuleType) -> None:
+    patches = PatchSet()
+    patches.apply(Triple, MakeOther)
+    patches.apply(Triple)
+    assert module.Thing().double(5) == 15
+    assert module.Thing.make() == "patched Thing"
+    assert patches.verify(Triple, MakeOther) == ["Triple", "MakeOther"]
+
+
+def test_the_same_target_twice_raises(module: types.ModuleType) -> None:
+    patches = PatchSet()
+    patches.apply(Triple)
+    with pytest.raises(PatchError, match=r"Thing\.double is patched by Triple already; AlsoDouble"):
+        patches.apply(AlsoDouble)
+    assert module.Thing().double(5) == 15
+
+
+def test_a_target_hooked_by_another_plugin_raises(module: types.ModuleType) -> None:
+    PatchSet().apply(Triple)
+    with pytest.raises(PatchError, match="another plugin"):
+        PatchSet().apply(AlsoDouble)
+
+
+def test_unknown_target_raises(module: types.ModuleType) -> None:
+    with pytest.raises(PatchError, match=r"Thing\.absent does not exist"):
+        PatchSet().apply(NoSuchTarget)
+
+
+def test_verify_finds_what_is_missing_or_overwritten(module: types.ModuleType) -> None:
+    patches = PatchSet()
+    with pytest.raises(PatchError, match="Triple is not applied"):
+        patches.verify(Triple)
+    patches.apply(Triple)
+    module.Thing.double = lambda self, x: x
+    with pytest.raises(PatchError, match="overwritten"):
+        patches.verify(Triple)
+
+
+def test_a_patch_must_say_why(module: types.ModuleType) -> None:
+    silent = type("Silent", (Patch,), {"target": "fake_sglang.Thing.double", "kind": "replace", "__doc__": None})
+    with pytest.raises(PatchError, match="no docstring"):
+        PatchSet().apply(silent)
+
+
+def test_all_our_patches_fit_the_installed_sglang() -> None:
+    """In a process of its own, because patches cannot be taken back."""
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_adapt.check"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("RouterInsteadOfSchedulers", "OneOutputSocket", "UnlinkMessageQueue"):
+        assert name in done.stdout
+
+
+def test_version_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert version.check_versions()["sglang"] == "0.5.17"
+    monkeypatch.setattr(version, "version", lambda package: "0.5.23" if package == "sglang" else "2.11.0+cu130")
+    with pytest.raises(version.UnsupportedVersionError, match=r"sglang 0\.5\.23 is installed.*sglang==0\.5\.17"):
+        version.check_versions()
+    monkeypatch.setattr(version, "version", lambda package: "0.5.17" if package == "sglang" else "2.11.0+cu130")
+    assert version.check_versions()["torch"] == "2.11.0+cu130"
+
+    def missing(package: str) -> str:
+        raise version.PackageNotFoundError(package)
+
+    monkeypatch.setattr(version, "version", missing)
+    with pytest.raises(version.UnsupportedVersionError, match="not installed"):
+        version.check_versions()
