@@ -79,6 +79,15 @@ class Server:
         except ProcessLookupError:
             return
 
+    @property
+    def pid(self) -> int:
+        """Process id of the first process, which leads a session of its own."""
+        return self._process.pid
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the server to end by itself; returns its exit code."""
+        return self._process.wait(timeout_s)
+
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 

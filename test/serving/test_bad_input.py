@@ -1,0 +1,102 @@
+"""Bad input gets the same answer as from stock sglang, and the server lives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from server import Server
+
+pytestmark = pytest.mark.engine
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+CASES: dict[str, tuple[str, Any]] = {
+    "prompt longer than the context": (
+        "/generate",
+        {"input_ids": [5] * 20000, "sampling_params": {"max_new_tokens": 2}},
+    ),
+    "prompt longer than the context, chat": (
+        "/v1/chat/completions",
+        {**CHAT, "messages": [{"role": "user", "content": "word " * 20000}]},
+    ),
+    "prompt longer than the context, streamed": (
+        "/generate",
+        {"input_ids": [5] * 20000, "sampling_params": {"max_new_tokens": 2}, "stream": True},
+    ),
+    "no text": ("/generate", {"sampling_params": {"max_new_tokens": 2}}),
+    "empty text": ("/generate", {"text": "", "sampling_params": {"max_new_tokens": 2}}),
+    "empty ids": ("/generate", {"input_ids": [], "sampling_params": {"max_new_tokens": 2}}),
+    "text and ids": ("/generate", {"text": "a", "input_ids": [1], "sampling_params": {"max_new_tokens": 2}}),
+    "text of the wrong type": ("/generate", {"text": {"a": 1}, "sampling_params": {"max_new_tokens": 2}}),
+    "ids out of the vocabulary": ("/generate", {"input_ids": [10**6], "sampling_params": {"max_new_tokens": 2}}),
+    "negative ids": ("/generate", {"input_ids": [-5], "sampling_params": {"max_new_tokens": 2}}),
+    "negative max_new_tokens": ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": -1}}),
+    "negative temperature": ("/generate", {"text": "a", "sampling_params": {"temperature": -1}}),
+    "top_p of two": ("/generate", {"text": "a", "sampling_params": {"top_p": 2}}),
+    "unknown sampling parameter": ("/generate", {"text": "a", "sampling_params": {"no_such": 1}}),
+    "negative max_tokens": ("/v1/chat/completions", {**CHAT, "max_tokens": -1}),
+    "no messages": ("/v1/chat/completions", {**CHAT, "messages": []}),
+    "messages of the wrong type": ("/v1/chat/completions", {**CHAT, "messages": "hi"}),
+    "unknown role": ("/v1/chat/completions", {**CHAT, "messages": [{"role": "nobody", "content": "hi"}]}),
+    "temperature of the wrong type": ("/v1/chat/completions", {**CHAT, "temperature": "hot"}),
+    "n of zero": ("/v1/chat/completions", {**CHAT, "n": 0}),
+    "unknown model": ("/v1/completions", {"model": "no-such-model", "prompt": "a", "max_tokens": 2}),
+    "no prompt": ("/v1/completions", {"model": "m", "max_tokens": 2}),
+    "bad schema": (
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}},
+    ),
+    "bad regex": ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2, "regex": "("}}),
+    "no such route": ("/v1/no-such-route", {}),
+}
+
+
+def status(server: Server, path: str, body: Any) -> tuple[int, str]:
+    """HTTP status and the kind of body: what a client can rely on."""
+    response = httpx.post(server.url + path, json=body, timeout=60)
+    kind = response.headers.get("content-type", "").split(";")[0]
+    return response.status_code, kind
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_answer_is_stocks(case: str, ours: Callable[[str], Server], stock: Server) -> None:
+    path, body = CASES[case]
+    got, want = status(ours("tp1"), path, body), status(stock, path, body)
+    assert got == want
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b"[1, 2", b'{"text": "a"} trailing', b"null"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_broken_json(content: bytes, path: str, ours: Callable[[str], Server], stock: Server) -> None:
+    headers = {"content-type": "application/json"}
+    got, want = (
+        httpx.post(server.url + path, content=content, headers=headers, timeout=60).status_code
+        for server in (ours("tp1"), stock)
+    )
+    assert got == want
+    assert 400 <= got < 500
+
+
+def test_ten_megabytes(ours: Callable[[str], Server], stock: Server) -> None:
+    body = json.dumps({"text": "x" * 10_000_000, "sampling_params": {"max_new_tokens": 2}}).encode()
+    headers = {"content-type": "application/json"}
+    got, want = (
+        httpx.post(f"{server.url}/generate", content=body, headers=headers, timeout=120).status_code
+        for server in (ours("tp1"), stock)
+    )
+    assert got == want == 400
+
+
+def test_the_server_lives_on(ours: Callable[[str], Server]) -> None:
+    server = ours("tp1")
+    health = httpx.get(f"{server.url}/health").json()
+    assert health["status"] == "ok"
+    assert [engine["restarts"] for engine in health["engines"]] == [0, 0, 0]
+    assert [engine["in_flight"] for engine in health["engines"]] == [0, 0, 0]
+    answer = httpx.post(
+        f"{server.url}/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}}, timeout=60
+    )
+    assert answer.status_code == 200

@@ -1,0 +1,201 @@
+"""Processes that die, clients that leave, and the end of the server: nothing is lost and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from server import Server
+
+pytestmark = pytest.mark.engine
+
+LONG = {"text": "Once upon a time", "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}}
+SHORT = {"text": "Once upon a time", "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+
+
+def engines(server: Server) -> dict[str, dict[str, Any]]:
+    return {e["name"]: e for e in httpx.get(f"{server.url}/adapt/engines", timeout=10).json()["engines"]}
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> float:
+    """Wait for a condition; returns how long it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def in_background(server: Server, body: dict[str, Any], results: list[httpx.Response]) -> threading.Thread:
+    def post() -> None:
+        results.append(httpx.post(f"{server.url}/generate", json=body, timeout=120))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread
+
+
+def session_of(server: Server) -> list[psutil.Process]:
+    """The processes that the server started, whoever their parent is now."""
+    pid = server.pid
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def named(server: Server, title: str) -> int:
+    [pid] = [p.pid for p in session_of(server) if title in " ".join(p.cmdline())]
+    return pid
+
+
+def leftovers() -> set[str]:
+    """What a server might leave: run folders, and shared memory of sglang."""
+    return {
+        str(path)
+        for folder in ("/tmp", "/dev/shm")
+        for pattern in ("sglang_adapt-*", "sgl_shm_*")
+        for path in Path(folder).glob(pattern)
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., Server]) -> Server:
+    """Two TP 1 engines and nothing else, to kill."""
+    return start("pair", "--adapt-virtual-gpus", "2", "--adapt-tp-sizes", "1", "--adapt-restart-limit", "100")
+
+
+@pytest.fixture
+def single(start: Callable[..., Server]) -> Iterator[Server]:
+    """One engine; a new server for each test."""
+    server = start("single", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "20")
+    yield server
+    server.stop()
+
+
+def test_a_client_that_leaves_frees_its_request(pair: Server) -> None:
+    with httpx.stream("POST", f"{pair.url}/generate", json={**LONG, "stream": True}, timeout=60) as response:
+        next(response.iter_lines())
+        assert sum(e["in_flight"] for e in engines(pair).values()) >= 1
+    until(lambda: sum(e["in_flight"] for e in engines(pair).values()) == 0, 10, "the request is aborted")
+
+
+def test_abort_request_ends_it(pair: Server) -> None:
+    results: list[httpx.Response] = []
+    thread = in_background(pair, {**LONG, "rid": "to-be-aborted"}, results)
+    until(lambda: sum(e["in_flight"] for e in engines(pair).values()) == 1, 10, "the request runs")
+    assert httpx.post(f"{pair.url}/abort_request", json={"rid": "to-be-aborted"}).status_code == 200
+    thread.join(20)
+    assert results[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+    until(lambda: sum(e["in_flight"] for e in engines(pair).values()) == 0, 5, "nothing is in flight")
+
+
+def test_kill_an_engine_rank(pair: Server) -> None:
+    results: list[httpx.Response] = []
+    thread = in_background(pair, LONG, results)
+    until(lambda: any(e["in_flight"] for e in engines(pair).values()), 10, "the request runs")
+    victim = next(e for e in engines(pair).values() if e["in_flight"])
+    os.kill(victim["pids"][0], signal.SIGKILL)
+    noticed = until(lambda: httpx.get(f"{pair.url}/health").json()["status"] == "degraded", 2, "health says so")
+    assert noticed < 2
+    assert httpx.get(f"{pair.url}/health").json()["down"] == [victim["name"]]
+    thread.join(10)
+    assert results[0].status_code == 503
+    assert f"engine {victim['name']} is down" in results[0].text
+    assert results[0].headers["retry-after"] == "1"
+    # The other engine serves meanwhile, and the first one comes back.
+    assert httpx.post(f"{pair.url}/generate", json=SHORT, timeout=60).status_code == 200
+    until(lambda: engines(pair)[victim["name"]]["state"] == "ready", 60, "the engine is back")
+    assert engines(pair)[victim["name"]]["restarts"] == victim["restarts"] + 1
+    assert httpx.get(f"{pair.url}/health").json()["status"] == "ok"
+
+
+def test_kill_during_a_stream(pair: Server) -> None:
+    with httpx.stream("POST", f"{pair.url}/generate", json={**LONG, "stream": True}, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        victim = next(e for e in engines(pair).values() if e["in_flight"])
+        os.kill(victim["pids"][0], signal.SIGKILL)
+        rest = "\n".join(lines)
+    assert f"engine {victim['name']} is down" in rest
+    until(lambda: engines(pair)[victim["name"]]["state"] == "ready", 60, "the engine is back")
+
+
+def test_no_engine_left(pair: Server) -> None:
+    for engine in engines(pair).values():
+        os.kill(engine["pids"][0], signal.SIGKILL)
+    until(lambda: httpx.get(f"{pair.url}/ready").status_code == 503, 2, "the server is not ready")
+    refused = httpx.post(f"{pair.url}/v1/completions", json={"model": "m", "prompt": "a", "max_tokens": 2}, timeout=60)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "no_engine"
+    assert refused.headers["retry-after"] == "1"
+    native = httpx.post(f"{pair.url}/generate", json=SHORT, timeout=60)
+    if native.status_code == 503:
+        assert native.json()["code"] == "no_engine"
+    until(lambda: httpx.get(f"{pair.url}/ready").status_code == 200, 60, "the server is ready again")
+    assert httpx.post(f"{pair.url}/generate", json=SHORT, timeout=60).status_code == 200
+
+
+def test_sigterm_drains(single: Server) -> None:
+    before = leftovers()
+    body = {**LONG, "sampling_params": {**LONG["sampling_params"], "max_new_tokens": 600}}
+    results: list[httpx.Response] = []
+    thread = in_background(single, body, results)
+    until(lambda: any(e["in_flight"] for e in engines(single).values()), 10, "the request runs")
+    started = session_of(single)
+    os.kill(single.pid, signal.SIGTERM)
+
+    def refuses() -> bool:
+        answer = httpx.post(f"{single.url}/generate", json=SHORT, timeout=60)
+        return answer.status_code == 503 and answer.json()["code"] == "draining"
+
+    until(refuses, 5, "new requests are refused")
+    thread.join(60)
+    assert results[0].status_code == 200
+    assert results[0].json()["meta_info"]["completion_tokens"] == 600
+    assert single.wait(30) == 0
+    assert not [process for process in started if process.is_running()]
+    assert leftovers() <= before
+
+
+def test_drain_timeout_ends_requests_with_an_error(start: Callable[..., Server]) -> None:
+    server = start("impatient", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "0.2")
+    results: list[httpx.Response] = []
+    thread = in_background(server, LONG, results)
+    until(lambda: any(e["in_flight"] for e in engines(server).values()), 10, "the request runs")
+    # Ctrl-C goes to every process of the foreground group.
+    os.killpg(server.pid, signal.SIGINT)
+    thread.join(20)
+    assert results[0].status_code == 503
+    assert "shut down before this request was done" in results[0].text
+    assert server.wait(30) == 0
+
+
+@pytest.mark.parametrize("title", ["sglang_adapt::router", "sglang::detokenizer"])
+def test_death_of_a_central_process_ends_the_server(single: Server, title: str) -> None:
+    before = leftovers()
+    started = session_of(single)
+    os.kill(named(single, title), signal.SIGKILL)
+    assert single.wait(20) != 0
+    assert not [process for process in started if process.is_running()]
+    assert leftovers() <= before
+
+
+def test_kill_the_first_process(single: Server) -> None:
+    started = session_of(single)
+    os.kill(single.pid, signal.SIGKILL)
+    single.wait(5)
+    until(lambda: not [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 5, "no orphan")
+    assert not list(Path("/dev/shm").glob("sgl_shm_*"))
