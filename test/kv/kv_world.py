@@ -112,15 +112,11 @@ def worlds_with_batches(draw: st.DrawFn, most_requests: int = 3) -> tuple[World,
     world = World(geometry, gpus, draw(st.integers(0, 2**16)))
     batches = []
     for index in range(draw(st.integers(1, 3))):
-        source, dest = (
-            tuple(draw(st.permutations(range(gpus)))[: draw(st.sampled_from(sizes))]) for _ in range(2)
-        )
+        source, dest = (tuple(draw(st.permutations(range(gpus)))[: draw(st.sampled_from(sizes))]) for _ in range(2))
         requests = []
         for number in range(draw(st.integers(0, most_requests))):
             first = draw(st.sampled_from([0, 0, 0, 1, 5]))
             end = first + draw(st.integers(0, 9))
-            requests.append(
-                world.request(f"r{index}.{number}", source, dest, first, end, draw(st.integers(0, 1)))
-            )
+            requests.append(world.request(f"r{index}.{number}", source, dest, first, end, draw(st.integers(0, 1))))
         batches.append(CopyBatch(source, dest, tuple(requests)))
     return world, tuple(batches)

@@ -208,9 +208,7 @@ def test_readers_see_what_the_writer_did_in_shared_memory() -> None:
 def test_a_ledger_of_another_run_is_refused_by_writer_and_reader() -> None:
     memory = buffer()
     BlockLedger(memory, GEOMETRY, 0, "older").take(2, 1, LEASED, 0)
-    with pytest.raises(
-        ForeignLedgerError, match=r"holds the ledger of run older, written by process \d+; stop"
-    ):
+    with pytest.raises(ForeignLedgerError, match=r"holds the ledger of run older, written by process \d+; stop"):
         BlockLedger(memory, GEOMETRY, 0, RUN)
     with pytest.raises(ForeignLedgerError, match=f"is that of run older .*not of this run {RUN}"):
         LedgerReader(memory, GEOMETRY, 0, RUN)
@@ -233,9 +231,7 @@ def test_what_is_not_this_ledger_is_refused() -> None:
     ledger = BlockLedger(memory, GEOMETRY, 0, RUN)
     with pytest.raises(ForeignLedgerError, match="is that of GPU 0, not of GPU 1"):
         LedgerReader(memory, GEOMETRY, 1, RUN)
-    other = PoolGeometry(
-        layers=2, kv_heads=8, head_dim=8, itemsize=2, finest_tp=4, block_bytes=128, blocks=20
-    )
+    other = PoolGeometry(layers=2, kv_heads=8, head_dim=8, itemsize=2, finest_tp=4, block_bytes=128, blocks=20)
     with pytest.raises(ForeignLedgerError, match="has kv_heads 4, this pool has 8"):
         LedgerReader(memory, other, 0, RUN)
     ledger._memory.put("version", 2)
@@ -247,9 +243,7 @@ def test_a_writer_that_died_in_a_change_is_reported() -> None:
     memory = buffer()
     ledger = BlockLedger(memory, GEOMETRY, 3, RUN)
     ledger._memory.put("sequence", 5)
-    with pytest.raises(
-        LedgerError, match=r"GPU 3 did not settle within 0\.05 s; its writer, process \d+, has died"
-    ):
+    with pytest.raises(LedgerError, match=r"GPU 3 did not settle within 0\.05 s; its writer, process \d+, has died"):
         LedgerReader(memory, GEOMETRY, 3, RUN).snapshot(timeout_s=0.05)
     with pytest.raises(LedgerError, match="in the middle of a change"):
         ledger.check()

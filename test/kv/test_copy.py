@@ -18,9 +18,7 @@ from sglang_adapt.kv.geometry import GeometryError, PoolGeometry
 from sglang_adapt.kv.plan import CopyBatch
 from sglang_adapt.kv.plan_build import build_plans
 
-GEOMETRY = PoolGeometry(
-    layers=3, kv_heads=4, head_dim=8, itemsize=2, finest_tp=4, block_bytes=4 * 4 * 16, blocks=60
-)
+GEOMETRY = PoolGeometry(layers=3, kv_heads=4, head_dim=8, itemsize=2, finest_tp=4, block_bytes=4 * 4 * 16, blocks=60)
 
 
 def merge_case(seed: int = 0) -> tuple[World, tuple[CopyBatch, ...]]:
@@ -52,9 +50,7 @@ class SpoilingCopier(CpuCopier):
     def __init__(self, dest: torch.Tensor, at: tuple[int, ...]) -> None:
         self.dest, self.at = dest, at
 
-    def copy(
-        self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape
-    ) -> None:
+    def copy(self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape) -> None:
         super().copy(source, dests, table, shape)
         self.dest[self.at] += 1
 

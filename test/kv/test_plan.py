@@ -102,9 +102,7 @@ def test_replicas_of_a_head_are_read_on_the_same_gpu_first_and_share_the_rest() 
     world = World(g, 10, seed=1)
     source = tuple(range(8))
     near = CopyBatch(source, (0, 5), (world.request("near", source, (0, 5), 0, 6),))
-    far = tuple(
-        CopyBatch(source, (gpu,), (world.request(f"far{gpu}", source, (gpu,), 0, 6),)) for gpu in (8, 9)
-    )
+    far = tuple(CopyBatch(source, (gpu,), (world.request(f"far{gpu}", source, (gpu,), 0, 6),)) for gpu in (8, 9))
     plans = build_plans(g, [near])
     assert [(plan.gpu, plan.dest_gpus) for plan in plans] == [(0, (0,)), (5, (5,))]
     wide = CopyBatch(source, (8, 9, 4, 6), (world.request("wide", source, (8, 9, 4, 6), 0, 6),))
@@ -122,9 +120,7 @@ def test_a_pair_of_tp_sizes_moves_the_largest_common_pieces() -> None:
     same = CopyBatch((0, 1), (2, 3), (world.request("b", (0, 1), (2, 3), 0, 16),))
     plan = build_plans(world.geometry, [same])[0]
     assert (plan.unit_tokens, plan.unit_heads) == (8, 4)
-    merged = {
-        plan.gpu: (plan.unit_tokens, plan.unit_heads) for plan in build_plans(world.geometry, [down, same])
-    }
+    merged = {plan.gpu: (plan.unit_tokens, plan.unit_heads) for plan in build_plans(world.geometry, [down, same])}
     assert merged == {0: (4, 2), 1: (4, 2), 2: (4, 2), 3: (4, 2)}
     run(world, build_plans(world.geometry, [down, same]))
     world.assert_as_expected()
@@ -134,9 +130,7 @@ def test_batches_are_interleaved_so_that_no_destination_is_served_last() -> None
     """TP 4 -> four TP 1: each source sends to all four GPUs in every quarter of its plan."""
     world = World(pool(), 4, seed=0)
     source = (0, 1, 2, 3)
-    batches = [
-        CopyBatch(source, (gpu,), (world.request(str(gpu), source, (gpu,), 0, 128),)) for gpu in source
-    ]
+    batches = [CopyBatch(source, (gpu,), (world.request(str(gpu), source, (gpu,), 0, 128),)) for gpu in source]
     for plan in build_plans(world.geometry, batches):
         gpus = np.array([route.dest_gpu for route in plan.routes])[plan.route]
         for quarter in np.array_split(gpus, 4):
@@ -170,9 +164,7 @@ def blocks(*ids: int, ranks: int = 1) -> np.ndarray:
         (RequestCopy("q", 4, blocks(1), blocks(4, ranks=2)), (3, 3), "names a GPU twice"),
     ],
 )
-def test_requests_that_cannot_be_copied_are_named(
-    request_: RequestCopy, dest: tuple[int, ...], message: str
-) -> None:
+def test_requests_that_cannot_be_copied_are_named(request_: RequestCopy, dest: tuple[int, ...], message: str) -> None:
     fine = RequestCopy("fine", 4, blocks(7), blocks(8, ranks=len(dest)))
     with pytest.raises(PlanError, match=message):
         build_plans(pool(), [CopyBatch((0,), dest, (fine, request_))])

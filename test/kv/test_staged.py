@@ -21,9 +21,7 @@ from sglang_adapt.kv.plan import CopyBatch, SourcePlan
 from sglang_adapt.kv.plan_build import build_plans
 from sglang_adapt.kv.staged import Drained, Filled, StagedReceiver, StagedSender, cut_chunks
 
-GEOMETRY = PoolGeometry(
-    layers=2, kv_heads=4, head_dim=8, itemsize=2, finest_tp=4, block_bytes=4 * 4 * 16, blocks=60
-)
+GEOMETRY = PoolGeometry(layers=2, kv_heads=4, head_dim=8, itemsize=2, finest_tp=4, block_bytes=4 * 4 * 16, blocks=60)
 UNIT = 4 * 4 * 2 * 16  # planes x tokens x heads x bytes, TP 1 <-> 2
 
 
@@ -41,9 +39,7 @@ def ends(
         return [torch.zeros(buffer_bytes, dtype=torch.uint8) for _ in range(2)]
 
     link, (near, far), g = two(), Pipe(), world.geometry
-    sender = StagedSender(
-        g, plan.gpu, world.regions[plan.gpu], two(), link, CpuCopier(), near, timeout_s, checked
-    )
+    sender = StagedSender(g, plan.gpu, world.regions[plan.gpu], two(), link, CpuCopier(), near, timeout_s, checked)
     receiver = StagedReceiver(
         g, gpu, world.regions[gpu], link, two() if through_host else None, CpuCopier(), far, timeout_s
     )
@@ -119,9 +115,7 @@ def test_the_sender_fills_a_buffer_only_after_it_was_drained() -> None:
     """With a receiver that never drains, two chunks go out and the third waits, for a bounded time."""
     world, plan = small_case()
     sender, _, (_, far) = ends(world, plan, 1, 2 * UNIT, timeout_s=0.05)
-    with pytest.raises(
-        CopyError, match=r"GPU 0 waits for chunk 0 to be drained, but nothing came in 0\.05 s"
-    ):
+    with pytest.raises(CopyError, match=r"GPU 0 waits for chunk 0 to be drained, but nothing came in 0\.05 s"):
         sender.run(plan)
     assert far.recv() == Filled(0)
     assert not far.poll(0), "chunk 1 is announced when chunk 2 is queued, never before chunk 0 was drained"

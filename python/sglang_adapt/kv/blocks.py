@@ -67,9 +67,7 @@ class BlockLedger:
     whole or not at all.
     """
 
-    def __init__(
-        self, buffer: Any, geometry: PoolGeometry, gpu: int, run_id: str, *, overwrite: bool = False
-    ) -> None:
+    def __init__(self, buffer: Any, geometry: PoolGeometry, gpu: int, run_id: str, *, overwrite: bool = False) -> None:
         """Start an empty ledger: all blocks free but the dummy.
 
         Args:
@@ -123,9 +121,7 @@ class BlockLedger:
             LedgerError: another state, or an engine number that cannot be.
         """
         if state not in (BlockState.LEASED, BlockState.RESERVED):
-            raise LedgerError(
-                f"GPU {self.gpu}: free blocks become leased or reserved, not {state.name.lower()}"
-            )
+            raise LedgerError(f"GPU {self.gpu}: free blocks become leased or reserved, not {state.name.lower()}")
         self._check_engine(engine)
         ids = self.require_free(count)
         with self._change(epoch):
@@ -146,9 +142,7 @@ class BlockLedger:
             raise LedgerError(f"GPU {self.gpu}: a list of blocks is one-dimensional, not {blocks.shape}")
         outside = blocks[(blocks < 0) | (blocks >= self.geometry.blocks)]
         if len(outside):
-            raise LedgerError(
-                f"GPU {self.gpu}: block {outside[0]} does not exist ({self.geometry.blocks} blocks)"
-            )
+            raise LedgerError(f"GPU {self.gpu}: block {outside[0]} does not exist ({self.geometry.blocks} blocks)")
         if len(np.unique(blocks)) != len(blocks):
             values, times = np.unique(blocks, return_counts=True)
             raise LedgerError(f"GPU {self.gpu}: block {values[times > 1][0]} is named twice")
@@ -164,9 +158,7 @@ class BlockLedger:
             raise LedgerError(f"GPU {self.gpu}: block {busy[0]} is being copied; wait for the copy to end")
         return blocks
 
-    def require_movable(
-        self, ids: npt.ArrayLike, engine: int, before: BlockState, after: BlockState
-    ) -> IntArray:
+    def require_movable(self, ids: npt.ArrayLike, engine: int, before: BlockState, after: BlockState) -> IntArray:
         """Check that `move` would succeed; returns the blocks as int32.
 
         Raises:
@@ -179,9 +171,7 @@ class BlockLedger:
         adopted = (before, after) == (BlockState.RESERVED, BlockState.LEASED)
         return self.require(ids, engine, before, idle=adopted)
 
-    def move(
-        self, ids: npt.ArrayLike, engine: int, before: BlockState, after: BlockState, epoch: int
-    ) -> None:
+    def move(self, ids: npt.ArrayLike, engine: int, before: BlockState, after: BlockState, epoch: int) -> None:
         """Change the state of an engine's blocks. FREE becomes QUARANTINED where a copy is in flight.
 
         Raises:
@@ -213,8 +203,8 @@ class BlockLedger:
         """Check that a copy may read and write these blocks.
 
         Raises:
-            LedgerError: a block to read is neither leased nor exported; a block to write is not reserved, or
-                is in another copy.
+            LedgerError: a block to read is neither leased nor exported; a block to write is not reserved, is
+                in another copy, or is to be written twice.
         """
         memory = self._memory
         values, times = np.unique(writes, return_counts=True)
@@ -223,9 +213,7 @@ class BlockLedger:
         for block in reads[~np.isin(memory.state[reads], (BlockState.LEASED, BlockState.EXPORTED))]:
             raise LedgerError(f"GPU {self.gpu}: block {block} is {self._say(block)}; it has nothing to copy")
         for block in writes[memory.state[writes] != BlockState.RESERVED]:
-            raise LedgerError(
-                f"GPU {self.gpu}: block {block} is {self._say(block)}; copies write reserved blocks"
-            )
+            raise LedgerError(f"GPU {self.gpu}: block {block} is {self._say(block)}; copies write reserved blocks")
         for block in writes[memory.copies[writes] > 0]:
             raise LedgerError(f"GPU {self.gpu}: block {block} is in another copy already")
 

@@ -35,9 +35,7 @@ class UnitCopier(Protocol):
         """Bring records, int32 `[units, 4]`, to where `copy` reads them, on the current stream."""
         ...
 
-    def copy(
-        self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape
-    ) -> None:
+    def copy(self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape) -> None:
         """Queue the copy of the uploaded records from `source` to the slots `dests`, which are of equal size.
         The caller keeps all tensors alive until it has ended."""
         ...
@@ -49,9 +47,7 @@ class CpuCopier:
     def upload(self, records: Records, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(records)
 
-    def copy(
-        self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape
-    ) -> None:
+    def copy(self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape) -> None:
         copy_units_reference(
             source,
             dests,
@@ -79,9 +75,7 @@ class TritonCopier:
         host = torch.from_numpy(records)
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
-    def copy(
-        self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape
-    ) -> None:
+    def copy(self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape) -> None:
         from sgl_kernel_ext.kv_copy import copy_units  # Triton is needed on GPUs only
 
         copy_units(

@@ -90,9 +90,7 @@ class DirectExecutor:
         dests = plan.dest_gpus
         missing = [gpu for gpu in dests if gpu not in self.regions]
         if missing:
-            raise CopyError(
-                f"the region of GPU {missing[0]} is not mapped on GPU {self.gpu}; map it before copying"
-            )
+            raise CopyError(f"the region of GPU {missing[0]} is not mapped on GPU {self.gpu}; map it before copying")
         slots = {gpu: slot for slot, gpu in enumerate(dests)}
         shape = UnitShape(
             plan.unit_tokens,
@@ -131,9 +129,7 @@ class CheckedExecutor:
         layers = check_plan(geometry, self.inner.gpu, plan, layers)
         planes = slice(2 * layers.start, 2 * layers.stop)
         parts = {gpu: plan.to_gpu(gpu) for gpu in plan.dest_gpus}
-        before = {
-            gpu: source_checksums(geometry, self.inner.regions[plan.gpu], part) for gpu, part in parts.items()
-        }
+        before = {gpu: source_checksums(geometry, self.inner.regions[plan.gpu], part) for gpu, part in parts.items()}
         mark = self.inner.start(plan, layers)
         mark.wait()
         for gpu, part in parts.items():
@@ -163,6 +159,4 @@ def records_of(plan: SourcePlan, slots: Mapping[int, int]) -> Records:
     source_stride = np.array([route.source_stride for route in plan.routes], dtype=np.int32)
     dest_stride = np.array([route.dest_stride for route in plan.routes], dtype=np.int32)
     route = plan.route
-    return pack_records(
-        plan.source, plan.dest, plan.tokens, slot[route], source_stride[route], dest_stride[route]
-    )
+    return pack_records(plan.source, plan.dest, plan.tokens, slot[route], source_stride[route], dest_stride[route])

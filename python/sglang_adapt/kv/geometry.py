@@ -63,9 +63,7 @@ class PoolGeometry:
                 f"{self.kv_heads} heads x {self.head_bytes} bytes"
             )
         if self.blocks < 2:
-            raise GeometryError(
-                f"blocks is {self.blocks}; a pool needs the dummy block and at least one more"
-            )
+            raise GeometryError(f"blocks is {self.blocks}; a pool needs the dummy block and at least one more")
         self._check_tp(self.finest_tp)
 
     @classmethod
@@ -176,13 +174,9 @@ class PoolGeometry:
     def check_region(self, shape: tuple[int, ...], itemsize: int) -> None:
         """Raise GeometryError if a tensor of this shape and element size is not a region of this pool."""
         if tuple(shape) != self.region_shape:
-            raise GeometryError(
-                f"a KV region has shape {tuple(shape)}; this pool's regions have {self.region_shape}"
-            )
+            raise GeometryError(f"a KV region has shape {tuple(shape)}; this pool's regions have {self.region_shape}")
         if itemsize != self.itemsize:
-            raise GeometryError(
-                f"a KV region has elements of {itemsize} bytes; this pool's have {self.itemsize}"
-            )
+            raise GeometryError(f"a KV region has elements of {itemsize} bytes; this pool's have {self.itemsize}")
 
     def _check_tp(self, tp: int) -> None:
         fault = self._tp_fault(tp)

@@ -191,14 +191,13 @@ class Leases:
             ledger.require_free(count)
         return np.stack([ledger.take(count, engine.number, state, epoch) for ledger in ledgers])
 
-    def _move(
-        self, engine: EngineRanks, ids: BlockLists, before: BlockState, after: BlockState, epoch: int
-    ) -> None:
-        rows = np.asarray(ids, dtype=np.int32)
-        if rows.ndim != 2 or len(rows) != engine.tp:
+    def _move(self, engine: EngineRanks, ids: BlockLists, before: BlockState, after: BlockState, epoch: int) -> None:
+        counts = [len(row) for row in ids]
+        if len(counts) != engine.tp or len(set(counts)) != 1:
             raise LedgerError(
-                f"{engine.name}: blocks have shape {rows.shape}; one row for each rank is needed"
+                f"{engine.name}: {counts} blocks are named for its ranks; {engine.tp} equal counts are needed"
             )
+        rows = np.asarray(ids, dtype=np.int32)
         ledgers = self._of(engine)
         self._require_epoch(ledgers, epoch)
         for ledger, row in zip(ledgers, rows, strict=True):

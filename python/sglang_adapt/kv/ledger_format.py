@@ -123,9 +123,7 @@ def open_ledger(buffer: Any, geometry: PoolGeometry, gpu: int, run_id: str) -> L
     """
     memory = _views(memoryview(buffer).toreadonly(), geometry, gpu)
     if memory.header["magic"][0] != MAGIC:
-        raise ForeignLedgerError(
-            f"the buffer for GPU {gpu} holds no ledger; its writer has not started or ended"
-        )
+        raise ForeignLedgerError(f"the buffer for GPU {gpu} holds no ledger; its writer has not started or ended")
     if memory.get("version") != VERSION:
         raise ForeignLedgerError(
             f"the ledger of GPU {gpu} has version {memory.get('version')}, this process reads version {VERSION}; "
@@ -141,9 +139,7 @@ def open_ledger(buffer: Any, geometry: PoolGeometry, gpu: int, run_id: str) -> L
     theirs = dict(zip(_GEOMETRY_FIELDS, memory.header["geometry"][0].tolist(), strict=True))
     for name, value in zip(_GEOMETRY_FIELDS, astuple(geometry), strict=True):
         if theirs[name] != value:
-            raise ForeignLedgerError(
-                f"the ledger of GPU {gpu} has {name} {theirs[name]}, this pool has {value}"
-            )
+            raise ForeignLedgerError(f"the ledger of GPU {gpu} has {name} {theirs[name]}, this pool has {value}")
     return memory
 
 

@@ -76,9 +76,7 @@ class _FlatBatch:
         bad = np.flatnonzero((first < 0) | (first > end))
         if len(bad):
             worst = requests[bad[0]]
-            raise PlanError(
-                f"request {worst.rid}: tokens {worst.first_token} to {worst.end_token} are no range"
-            )
+            raise PlanError(f"request {worst.rid}: tokens {worst.first_token} to {worst.end_token} are no range")
         source, source_start = _join_blocks(geometry, batch, "source", first, end)
         dest, dest_start = _join_blocks(geometry, batch, "dest", first, end)
         return cls(first, end, source, dest, source_start, dest_start, first_request)
@@ -206,9 +204,7 @@ def _join_blocks(
                 f"request {request.rid}: tokens {request.first_token} to {request.end_token} need {need} "
                 f"{end_name} blocks at TP {tp}, but {blocks.shape[1]} are given"
             )
-    joined = np.concatenate(
-        [blocks[:, :need] for blocks, need in zip(lists, needed.tolist(), strict=True)], axis=1
-    )
+    joined = np.concatenate([blocks[:, :need] for blocks, need in zip(lists, needed.tolist(), strict=True)], axis=1)
     starts = np.cumsum(needed) - needed
     if joined.size and (joined.min() <= DUMMY_BLOCK or joined.max() >= geometry.blocks):
         rank, column = np.argwhere((joined <= DUMMY_BLOCK) | (joined >= geometry.blocks))[0]
@@ -269,12 +265,9 @@ def _join(
     """One source GPU's plan from what each batch adds to it, the batches interleaved."""
     first_route = np.cumsum([0] + [len(piece.routes) for piece in pieces])
     columns = [
-        np.concatenate([getattr(piece, name) for piece in pieces])
-        for name in ("source", "dest", "tokens", "request")
+        np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("source", "dest", "tokens", "request")
     ]
-    columns.append(
-        np.concatenate([piece.route + base for piece, base in zip(pieces, first_route, strict=False)])
-    )
+    columns.append(np.concatenate([piece.route + base for piece, base in zip(pieces, first_route, strict=False)]))
     if len(pieces) > 1:
         order = np.argsort(np.concatenate([piece.place for piece in pieces]), kind="stable")
         columns = [column[order] for column in columns]

@@ -99,9 +99,7 @@ class StagedSender:
             shape = _unit_shape(self.geometry, chunk)
             buffer = _fit(self.geometry, chunk, self.buffers[index % BUFFERS])
             with gathering.use():
-                table = self.copier.upload(
-                    records_of(_to_buffer(chunk), {chunk.dest_gpus[0]: 0}), self.region.device
-                )
+                table = self.copier.upload(records_of(_to_buffer(chunk), {chunk.dest_gpus[0]: 0}), self.region.device)
                 self.copier.copy(self.region, [buffer], table, shape)
             linking.after(gathering.mark())
             with linking.use():
@@ -122,14 +120,10 @@ class StagedSender:
         try:
             self.channel.send(Filled(index, checksums))
         except OSError as error:
-            raise CopyError(
-                f"the receiver on the other end of GPU {self.gpu} is gone at chunk {index}"
-            ) from error
+            raise CopyError(f"the receiver on the other end of GPU {self.gpu} is gone at chunk {index}") from error
 
     def _await_drained(self, index: int) -> None:
-        message = _receive(
-            self.channel, self.timeout_s, f"GPU {self.gpu} waits for chunk {index} to be drained"
-        )
+        message = _receive(self.channel, self.timeout_s, f"GPU {self.gpu} waits for chunk {index} to be drained")
         if message != Drained(index):
             raise CopyError(f"GPU {self.gpu} waits for chunk {index} to be drained and got {message}")
 
@@ -165,9 +159,7 @@ class StagedReceiver:
         """
         lane = Lane(self.region.device)
         for index, chunk in enumerate(cut_chunks(self.geometry, plan, self.link[0].nbytes)):
-            message = _receive(
-                self.channel, self.timeout_s, f"GPU {self.gpu} waits for chunk {index} to be filled"
-            )
+            message = _receive(self.channel, self.timeout_s, f"GPU {self.gpu} waits for chunk {index} to be filled")
             if not isinstance(message, Filled) or message.chunk != index:
                 raise CopyError(f"GPU {self.gpu} waits for chunk {index} to be filled and got {message}")
             buffer = _fit(self.geometry, chunk, self.link[index % BUFFERS])
@@ -199,19 +191,12 @@ def cut_chunks(geometry: PoolGeometry, plan: SourcePlan, buffer_bytes: int) -> l
         CopyError: several destinations, or a buffer that does not hold one unit; names the bytes needed.
     """
     if len(plan.dest_gpus) > 1:
-        raise CopyError(
-            f"a staged copy goes to one GPU, the plan goes to GPUs {plan.dest_gpus}; split it first"
-        )
+        raise CopyError(f"a staged copy goes to one GPU, the plan goes to GPUs {plan.dest_gpus}; split it first")
     unit_bytes = geometry.planes * plan.unit_tokens * plan.row_bytes
     count = buffer_bytes // unit_bytes
     if plan.units and not count:
-        raise CopyError(
-            f"a staging buffer of {buffer_bytes} bytes does not hold one unit of {unit_bytes} bytes"
-        )
-    return [
-        plan.select(np.arange(first, min(first + count, plan.units)))
-        for first in range(0, plan.units, count or 1)
-    ]
+        raise CopyError(f"a staging buffer of {buffer_bytes} bytes does not hold one unit of {unit_bytes} bytes")
+    return [plan.select(np.arange(first, min(first + count, plan.units))) for first in range(0, plan.units, count or 1)]
 
 
 def _unit_shape(geometry: PoolGeometry, chunk: SourcePlan) -> UnitShape:
@@ -234,9 +219,7 @@ def _to_buffer(chunk: SourcePlan) -> SourcePlan:
 
 def _from_buffer(chunk: SourcePlan) -> SourcePlan:
     """The chunk with its units' sources in the buffer."""
-    routes: tuple[Route, ...] = tuple(
-        replace(route, source_stride=chunk.row_quanta) for route in chunk.routes
-    )
+    routes: tuple[Route, ...] = tuple(replace(route, source_stride=chunk.row_quanta) for route in chunk.routes)
     return replace(
         chunk,
         source=np.arange(chunk.units, dtype=np.int32) * (chunk.unit_tokens * chunk.row_quanta),
