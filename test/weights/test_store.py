@@ -63,7 +63,7 @@ def test_a_view_is_the_ranks_shards_side_by_side_without_a_copy(store: WeightSto
     blocks = 4 // tp_size
     assert store.blocks_per_rank(tp_size) == blocks
     for rank in range(tp_size):
-        views = store.views(_expected(store, tp_size), rank, tp_size)
+        views = store.views("Toy", _expected(store, tp_size), rank, tp_size)
         for shard in SHARDS:
             parts = [_shard_values(shard, rank * blocks + block) for block in range(blocks)]
             want = parts[0] if shard.dim is None else torch.cat(parts, shard.dim)
@@ -115,16 +115,21 @@ def test_a_second_opening_sees_the_same_bytes(store: WeightStore) -> None:
 def test_a_mismatch_names_the_parameter(store: WeightStore, change: dict, message: str) -> None:
     expected = [dataclasses.replace(p, **change) if p.name == "embed" else p for p in _expected(store, 2)]
     with pytest.raises(ViewMismatchError, match=message):
-        store.views(expected, 1, 2)
+        store.views("Toy", expected, 1, 2)
 
 
 def test_a_parameter_that_one_side_lacks_is_named(store: WeightStore) -> None:
     expected = _expected(store, 2)
     with pytest.raises(ViewMismatchError, match="the store has 1 parameters that the model has not: embed"):
-        store.views(expected[1:], 0, 2)
+        store.views("Toy", expected[1:], 0, 2)
     extra = ExpectedParam("lm_head", COLUMN, (1, 1), torch.float32)
     with pytest.raises(ViewMismatchError, match="the model has 1 parameters that the store has not: lm_head"):
-        store.views([*expected, extra], 0, 2)
+        store.views("Toy", [*expected, extra], 0, 2)
+
+
+def test_another_model_of_the_same_shapes_is_refused(store: WeightStore) -> None:
+    with pytest.raises(ViewMismatchError, match="the engine's model is a Joy, but the store holds a Toy"):
+        store.views("Joy", _expected(store, 2), 0, 2)
 
 
 @pytest.mark.parametrize("tp_size", [3, 8, 0])

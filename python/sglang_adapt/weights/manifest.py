@@ -82,7 +82,7 @@ class Manifest:
     """The contents of a store.
 
     Attributes:
-        model: what the weights are of, e.g. "LlamaForCausalLM"; an engine of another model is refused.
+        model: what the weights are of, in words; an engine whose own words differ is refused.
         finest_tp: the TP size T whose shards lie side by side.
         nbytes: size of the store.
         entries: the parameters, in the order of their offsets.

@@ -78,14 +78,16 @@ class WeightStore:
         self._check_rank(rank, tp_size)
         return shard_view(self.region.tensor, self.manifest.by_name[name], rank, tp_size)
 
-    def views(self, expected: list[ExpectedParam], rank: int, tp_size: int) -> dict[str, torch.Tensor]:
+    def views(self, model: str, expected: list[ExpectedParam], rank: int, tp_size: int) -> dict[str, torch.Tensor]:
         """Rank `rank`'s views of all parameters of a model, by name.
 
         Args:
+            model: the model in the words that the manifest was made with.
             expected: every parameter of the model, in any order.
 
         Raises:
-            ViewMismatchError: a parameter that only one of the two has, or that differs; names it.
+            ViewMismatchError: a parameter that only one of the two has, or that differs; names it. Or models
+                that are not the same although their parameters are alike.
         """
         self._check_rank(rank, tp_size)
         entries = self.manifest.by_name
@@ -102,7 +104,10 @@ class WeightStore:
                     "different models"
                 )
         buffer = self.region.tensor
-        return {param.name: checked_view(buffer, entries[param.name], rank, tp_size, param) for param in expected}
+        views = {param.name: checked_view(buffer, entries[param.name], rank, tp_size, param) for param in expected}
+        if model != self.manifest.model:
+            raise ViewMismatchError(f"the engine's model is a {model}, but the store holds a {self.manifest.model}")
+        return views
 
     def close(self) -> None:
         """Give up this process's reference to the memory; see `memory.Region.close`."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sglang_adapt.upstream.weights.block_order import BlockOrderReport, read_block_order
-from sglang_adapt.upstream.weights.params import ModelParam, expected_param, model_params
+from sglang_adapt.upstream.weights.params import ModelParam, describe_model, expected_param, model_params
 from sglang_adapt.weights import WeightStore
 
 
@@ -20,7 +20,8 @@ def bind_views(model: nn.Module, store: WeightStore, rank: int, tp_size: int) ->
         UnshareableError: a layer that cannot take its weights from a shared copy.
     """
     params = model_params(model, tp_size)
-    views = store.views([expected_param(param, store.finest_tp) for param in params], rank, tp_size)
+    words = describe_model(model.config, type(model).__name__)
+    views = store.views(words, [expected_param(param, store.finest_tp) for param in params], rank, tp_size)
     for param in params:
         _replace(param, views[param.name])
     if store.blocks_per_rank(tp_size) == 1:

@@ -28,7 +28,7 @@ from torch import nn
 from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.weights.bind import assert_owns_no_weights, bind_views
 from sglang_adapt.upstream.weights.construct import build_model
-from sglang_adapt.upstream.weights.params import model_params, shard_spec
+from sglang_adapt.upstream.weights.params import describe_model, model_params, shard_spec
 from sglang_adapt.upstream.weights.refusals import check_model
 from sglang_adapt.upstream.weights.synthetic import SyntheticLoader
 from sglang_adapt.weights import Manifest, WeightStore, plan_layout
@@ -89,7 +89,7 @@ class StoreFiller:
         with _as_rank(0, self._finest_tp):
             model = build_model(self._model_config, self._load_config, self._device)
         params = model_params(model, self._finest_tp)
-        name = type(model).__name__
+        name = describe_model(self._model_config.hf_config, type(model).__name__)
         return plan_layout(name, self._finest_tp, (shard_spec(param) for param in params))
 
     def fill(self, store: WeightStore, progress: ProgressCallback | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
@@ -104,6 +105,22 @@ def expected_param(param: ModelParam, finest_tp: int) -> ExpectedParam:
         kv_heads = max(1, module.total_num_kv_heads // finest_tp)
         shape[0] = blocks * ((heads + kv_heads) * module.head_size + kv_heads * module.v_head_size)
     return ExpectedParam(param.name, param.kind, tuple(shape), tensor.dtype)
+
+
+def describe_model(config: Any, architecture: str) -> str:
+    """A model in words: what must be equal for weights to mean the same, beyond the shapes of parameters.
+
+    Shapes alone would let a model with more KV heads pass for one whose heads the store repeats.
+
+    Args:
+        config: its Hugging Face configuration.
+        architecture: name of the stock class.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (
+        f"{architecture} ({config.num_hidden_layers} layers of {config.hidden_size}, {config.num_attention_heads} "
+        f"query and {config.num_key_value_heads} KV heads of {head_dim}, vocabulary of {config.vocab_size})"
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,219 @@
+"""Stock engines on virtual GPUs in processes forked from one that has loaded sglang: a second each, not twenty."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from sglang_adapt.weights import WeightsHandle
+
+_LIMIT_S = 120
+
+
+def forkserver() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sglang_adapt.upstream.preload"])
+    return context
+
+
+def server_args_of(model: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a small float32 engine."""
+    return {
+        "model_path": str(model),
+        "device": "cpu",
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_total_tokens": 4000,
+        "max_running_requests": 16,
+        "sleep_on_idle": True,
+        "log_level": "warning",
+        "disable_radix_cache": True,
+        **changes,
+    }
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one prompt gave."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """A stock engine to start.
+
+    Attributes:
+        server_args: keyword arguments of stock's Engine.
+        weights: the store to run on; None for an engine that loads its own.
+        ignore_block_order: read fused outputs as if they were in stock order (to see that it matters).
+    """
+
+    server_args: dict[str, Any]
+    weights: WeightsHandle | None = None
+    ignore_block_order: bool = False
+
+
+@dataclass
+class EngineProcess:
+    """A running engine; `call` runs a function of it in its process."""
+
+    process: Any
+    pipe: Connection
+
+    @classmethod
+    def start(cls, context: ForkServerContext, case: EngineCase) -> EngineProcess:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(case, theirs))
+        process.start()
+        theirs.close()
+        return cls(process, ours)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(engine, *args)`, a function of a module, in the engine's process."""
+        self.pipe.send((function, args))
+        if not self.pipe.poll(_LIMIT_S):
+            raise TimeoutError(f"no answer from the engine within {_LIMIT_S} s")
+        is_result, value = self.pipe.recv()
+        if not is_result:
+            raise RuntimeError(f"in the engine's process:\n{value}")
+        return value
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Output]:
+        return self.call(_generate, prompts, new_tokens)
+
+    def pids(self) -> list[int]:
+        """Process ids of the engine's ranks."""
+        return self.call(_rank_pids)
+
+    def update_weights(self, path: Path) -> tuple[bool, str]:
+        """Ask for an online update from a checkpoint; returns success and the message."""
+        return self.call(_update_weights, str(path))
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _serve(case: EngineCase, pipe: Connection) -> None:
+    import multiprocessing as mp
+
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sglang_adapt.upstream.rank import prepare_process
+
+    prepare_process()
+    os.setsid()
+
+    class ForkedEngine(Engine):
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, case.weights, case.ignore_block_order))
+
+    mp.set_start_method("fork", force=True)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("multiprocessing.set_start_method"))
+        engine = None
+        while True:
+            try:
+                function, args = pipe.recv()
+            except EOFError:
+                break
+            try:
+                if engine is None:
+                    engine = ForkedEngine(**case.server_args)
+                    stack.callback(engine.shutdown)
+                pipe.send((True, function(engine, *args)))
+            except Exception:  # noqa: BLE001 -- it is told, and raised there
+                pipe.send((False, traceback.format_exc()))
+
+
+def run_scheduler(weights: WeightsHandle | None, ignore_block_order: bool, *args: Any, **kwargs: Any) -> None:
+    """Stock's scheduler process, on shared weights if there are any."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    from sglang_adapt.upstream.patch import PATCHES
+    from sglang_adapt.upstream.weights import bind
+    from sglang_adapt.upstream.weights.attach import KeepHeadCounts, use_store
+
+    if weights is not None:
+        use_store(weights)
+    else:
+        PATCHES.apply(KeepHeadCounts)
+    if ignore_block_order:
+        bind.read_block_order = lambda model, finest_tp: bind.BlockOrderReport()
+    run_scheduler_process(*args, **kwargs)
+
+
+def _generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[Output]:
+    results = engine.generate(
+        input_ids=prompts,
+        sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        return_logprob=True,
+    )
+    return [
+        Output(result["output_ids"], [token[0] for token in result["meta_info"]["output_token_logprobs"]])
+        for result in results
+    ]
+
+
+def _update_weights(engine: Any, path: str) -> tuple[bool, str]:
+    success, message, *_ = engine.update_weights_from_disk(path)
+    return success, message
+
+
+def _rank_pids(engine: Any) -> list[int]:
+    import psutil
+
+    return [
+        child.pid for child in psutil.Process().children(recursive=True) if "scheduler" in " ".join(child.cmdline())
+    ]
+
+
+def in_child(context: ForkServerContext, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, a function of a module, in a process that has loaded sglang and its patches.
+
+    Raises RuntimeError with the type and text of what it raised.
+    """
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_call, args=(function, args, theirs))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_LIMIT_S):
+            raise TimeoutError(f"{function.__name__} did not end within {_LIMIT_S} s")
+        is_result, value = ours.recv()
+    finally:
+        process.kill()
+        process.join()
+    if not is_result:
+        raise RuntimeError(value)
+    return value
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+    from sglang_adapt.upstream.rank import prepare_process
+
+    prepare_process()
+    try:
+        pipe.send((True, function(*args)))
+    except Exception as error:  # noqa: BLE001 -- it is told, and raised there
+        pipe.send((False, f"{type(error).__name__}: {error}"))
