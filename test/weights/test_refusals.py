@@ -1,0 +1,99 @@
+"""What cannot share weights is refused with the reason and the way out, before anything is loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_adapt.upstream.weights.refusals import UnshareableError, check_shareable
+
+SETTINGS: dict[str, Any] = {
+    "enable_lora": False,
+    "lora_paths": None,
+    "pp_size": 1,
+    "ep_size": 1,
+    "enable_dp_attention": False,
+    "enable_dp_lm_head": False,
+    "torchao_config": "",
+    "modelopt_quant": None,
+    "cpu_offload_gb": 0,
+    "offload_group_size": -1,
+    "enable_memory_saver": False,
+    "enable_weights_cpu_backup": False,
+    "weight_cache_mode": "off",
+}
+
+
+def model(architecture: str = "LlamaForCausalLM", quantization: str | None = None, **config: int) -> SimpleNamespace:
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336} | config
+    hf_config = SimpleNamespace(architectures=[architecture], **sizes)
+    return SimpleNamespace(
+        hf_config=hf_config,
+        quantization=quantization,
+        get_total_num_kv_heads=lambda: hf_config.num_key_value_heads,
+    )
+
+
+def check(model_config: SimpleNamespace, tp_sizes: tuple[int, ...] = (1, 2, 4), **settings: Any) -> None:
+    check_shareable(SimpleNamespace(**(SETTINGS | settings)), model_config, tp_sizes)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
+def test_known_models_pass(architecture: str) -> None:
+    check(model(architecture))
+    check(model(architecture, num_key_value_heads=2), (1, 8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"lora_paths": ["a"]}, "--lora-paths"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"ep_size": 2}, "--ep-size"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"enable_dp_lm_head": True}, "--enable-dp-lm-head"),
+        ({"torchao_config": "int4wo-128"}, "--torchao-config"),
+        ({"modelopt_quant": "fp8"}, "--modelopt-quant"),
+        ({"cpu_offload_gb": 4}, "--cpu-offload-gb"),
+        ({"offload_group_size": 2}, "--offload-group-size"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"enable_weights_cpu_backup": True}, "--enable-weights-cpu-backup"),
+        ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
+    ],
+)
+def test_settings_are_refused_by_their_flags_and_with_the_way_out(settings: dict[str, Any], names: str) -> None:
+    with pytest.raises(
+        UnshareableError, match=f"{names}.* cannot be used on shared weights: .*--adapt-tp-sizes a single"
+    ):
+        check(model(), **settings)
+
+
+def test_unknown_models_and_quantised_ones_are_refused() -> None:
+    with pytest.raises(UnshareableError, match=r"a DeepseekV3ForCausalLM; .* for LlamaForCausalLM, .*--adapt-tp-sizes"):
+        check(model("DeepseekV3ForCausalLM"))
+    with pytest.raises(UnshareableError, match=r"quantised \(awq\).*--adapt-tp-sizes"):
+        check(model(quantization="awq"))
+
+
+@pytest.mark.parametrize(
+    ("config", "tp_sizes", "message"),
+    [
+        ({"num_attention_heads": 30}, (1, 4), "30 attention heads cannot be shared out to 4 ranks"),
+        ({"num_key_value_heads": 6}, (1, 4), "6 KV heads can be neither shared out to nor repeated on 4 ranks"),
+        ({"intermediate_size": 14338}, (1, 4), "an intermediate size of 14338 cannot be shared out to 4 ranks"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(config: dict[str, int], tp_sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(UnshareableError, match=f"{message}; lower the largest TP size"):
+        check(model(**config), tp_sizes)
+
+
+def test_every_setting_that_is_looked_at_is_one_of_stocks() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    assert SETTINGS.keys() <= ServerArgs.__dataclass_fields__.keys()
