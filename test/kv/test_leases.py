@@ -103,6 +103,7 @@ def test_requests_may_share_what_they_read_but_not_what_they_write() -> None:
     assert not ledgers[1]._memory.copies.any()
     ticket = leases.begin_copy(batch(there[:, 1:]), 0)
     assert ticket.reads[1].tolist() == [1, 2, 3]
+    assert [ticket.writes[gpu].tolist() for gpu in (0, 1)] == there.tolist()
     leases.export(ONE, lease, 0)
     leases.release(ONE, lease, 0)
     assert ledgers[1].count(BlockState.QUARANTINED) == 3

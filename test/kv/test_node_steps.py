@@ -227,7 +227,7 @@ class Node(RuleBasedStateMachine):
         self.requests.remove(move.request)
         move.over = True
 
-    @precondition(lambda self: self.steps_since_death > 8)
+    @precondition(lambda self: self.steps_since_death > 15)
     @rule(which=st.sampled_from(range(len(ENGINES))))
     def die(self, which: int) -> None:
         """An engine dies. A move away from it is lost, one towards it goes back; their copies may run on."""

@@ -19,7 +19,8 @@ from sglang_adapt.kv.copy import CopyError
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.plan import CopyBatch, SourcePlan
 from sglang_adapt.kv.plan_build import build_plans
-from sglang_adapt.kv.staged import Drained, Filled, StagedReceiver, StagedSender, cut_chunks
+from sglang_adapt.kv.staged import Drained, Filled, StagedReceiver, StagedSender
+from sglang_adapt.kv.staging import cut_chunks
 
 GEOMETRY = PoolGeometry(layers=2, kv_heads=4, head_dim=8, itemsize=2, finest_tp=4, block_bytes=4 * 4 * 16, blocks=60)
 UNIT = 4 * 4 * 2 * 16  # planes x tokens x heads x bytes, TP 1 <-> 2

@@ -13,18 +13,18 @@ chunks. They talk over a channel; every wait is bounded.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from sglang_adapt.kv.checksums import compare, dest_checksums, source_checksums
-from sglang_adapt.kv.copiers import UnitCopier, UnitShape
+from sglang_adapt.kv.copiers import UnitCopier
 from sglang_adapt.kv.copy import CopyError, check_plan, records_of
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.lanes import Lane, Mark
-from sglang_adapt.kv.plan import Route, SourcePlan
+from sglang_adapt.kv.plan import SourcePlan
+from sglang_adapt.kv.staging import cut_chunks, fit, from_buffer, to_buffer, unit_shape
 from sglang_adapt.kv.transfer import push
 
 BUFFERS = 2
@@ -96,14 +96,14 @@ class StagedSender:
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
                 self._await_drained(index - BUFFERS)
-            shape = _unit_shape(self.geometry, chunk)
-            buffer = _fit(self.geometry, chunk, self.buffers[index % BUFFERS])
+            shape = unit_shape(self.geometry, chunk)
+            buffer = fit(self.geometry, chunk, self.buffers[index % BUFFERS])
             with gathering.use():
-                table = self.copier.upload(records_of(_to_buffer(chunk), {chunk.dest_gpus[0]: 0}), self.region.device)
+                table = self.copier.upload(records_of(to_buffer(chunk), {chunk.dest_gpus[0]: 0}), self.region.device)
                 self.copier.copy(self.region, [buffer], table, shape)
             linking.after(gathering.mark())
             with linking.use():
-                push(_fit(self.geometry, chunk, self.link[index % BUFFERS]), buffer)
+                push(fit(self.geometry, chunk, self.link[index % BUFFERS]), buffer)
             on_link.append(linking.mark())
             if index:
                 self._announce(index - 1, chunks, on_link)
@@ -162,14 +162,14 @@ class StagedReceiver:
             message = _receive(self.channel, self.timeout_s, f"GPU {self.gpu} waits for chunk {index} to be filled")
             if not isinstance(message, Filled) or message.chunk != index:
                 raise CopyError(f"GPU {self.gpu} waits for chunk {index} to be filled and got {message}")
-            buffer = _fit(self.geometry, chunk, self.link[index % BUFFERS])
+            buffer = fit(self.geometry, chunk, self.link[index % BUFFERS])
             with lane.use():
                 if self.buffers is not None:
-                    own = _fit(self.geometry, chunk, self.buffers[index % BUFFERS])
+                    own = fit(self.geometry, chunk, self.buffers[index % BUFFERS])
                     push(own, buffer)
                     buffer = own
-                table = self.copier.upload(records_of(_from_buffer(chunk), {self.gpu: 0}), self.region.device)
-                self.copier.copy(buffer, [self.region], table, _unit_shape(self.geometry, chunk))
+                table = self.copier.upload(records_of(from_buffer(chunk), {self.gpu: 0}), self.region.device)
+                self.copier.copy(buffer, [self.region], table, unit_shape(self.geometry, chunk))
             lane.mark().wait()
             if message.checksums is not None:
                 compare(
@@ -182,49 +182,6 @@ class StagedReceiver:
                 self.channel.send(Drained(index))
             except OSError as error:
                 raise CopyError(f"the sender to GPU {self.gpu} is gone at chunk {index}") from error
-
-
-def cut_chunks(geometry: PoolGeometry, plan: SourcePlan, buffer_bytes: int) -> list[SourcePlan]:
-    """Cut a plan with one destination GPU into chunks of whole units that fit a buffer with all planes.
-
-    Raises:
-        CopyError: several destinations, or a buffer that does not hold one unit; names the bytes needed.
-    """
-    if len(plan.dest_gpus) > 1:
-        raise CopyError(f"a staged copy goes to one GPU, the plan goes to GPUs {plan.dest_gpus}; split it first")
-    unit_bytes = geometry.planes * plan.unit_tokens * plan.row_bytes
-    count = buffer_bytes // unit_bytes
-    if plan.units and not count:
-        raise CopyError(f"a staging buffer of {buffer_bytes} bytes does not hold one unit of {unit_bytes} bytes")
-    return [plan.select(np.arange(first, min(first + count, plan.units))) for first in range(0, plan.units, count or 1)]
-
-
-def _unit_shape(geometry: PoolGeometry, chunk: SourcePlan) -> UnitShape:
-    return UnitShape(chunk.unit_tokens, chunk.row_quanta, range(geometry.planes), geometry.planes)
-
-
-def _fit(geometry: PoolGeometry, chunk: SourcePlan, buffer: torch.Tensor) -> torch.Tensor:
-    """The front of a buffer that holds a chunk: all planes, each with its units one after the other."""
-    return buffer.view(-1)[: geometry.planes * chunk.units * chunk.unit_tokens * chunk.row_bytes]
-
-
-def _to_buffer(chunk: SourcePlan) -> SourcePlan:
-    """The chunk with its units' destinations in the buffer."""
-    return replace(
-        chunk,
-        dest=np.arange(chunk.units, dtype=np.int32) * (chunk.unit_tokens * chunk.row_quanta),
-        routes=tuple(replace(route, dest_stride=chunk.row_quanta) for route in chunk.routes),
-    )
-
-
-def _from_buffer(chunk: SourcePlan) -> SourcePlan:
-    """The chunk with its units' sources in the buffer."""
-    routes: tuple[Route, ...] = tuple(replace(route, source_stride=chunk.row_quanta) for route in chunk.routes)
-    return replace(
-        chunk,
-        source=np.arange(chunk.units, dtype=np.int32) * (chunk.unit_tokens * chunk.row_quanta),
-        routes=routes,
-    )
 
 
 def _receive(channel: Channel, timeout_s: float, what: str) -> Any:

@@ -1,0 +1,56 @@
+"""Chunks of a copy in a contiguous buffer: cutting a plan into them, and the plans to and from the buffer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sglang_adapt.kv.copiers import UnitShape
+from sglang_adapt.kv.copy import CopyError
+from sglang_adapt.kv.geometry import PoolGeometry
+from sglang_adapt.kv.plan import SourcePlan
+
+
+def cut_chunks(geometry: PoolGeometry, plan: SourcePlan, buffer_bytes: int) -> list[SourcePlan]:
+    """Cut a plan with one destination GPU into chunks of whole units that fit a buffer with all planes.
+
+    Raises:
+        CopyError: several destinations, or a buffer that does not hold one unit; names the bytes needed.
+    """
+    if len(plan.dest_gpus) > 1:
+        raise CopyError(f"a staged copy goes to one GPU, the plan goes to GPUs {plan.dest_gpus}; split it first")
+    unit_bytes = geometry.planes * plan.unit_tokens * plan.row_bytes
+    count = buffer_bytes // unit_bytes
+    if plan.units and not count:
+        raise CopyError(f"a staging buffer of {buffer_bytes} bytes does not hold one unit of {unit_bytes} bytes")
+    return [plan.select(np.arange(first, min(first + count, plan.units))) for first in range(0, plan.units, count or 1)]
+
+
+def unit_shape(geometry: PoolGeometry, chunk: SourcePlan) -> UnitShape:
+    """The shape of a chunk's units, in all planes."""
+    return UnitShape(chunk.unit_tokens, chunk.row_quanta, range(geometry.planes), geometry.planes)
+
+
+def fit(geometry: PoolGeometry, chunk: SourcePlan, buffer: torch.Tensor) -> torch.Tensor:
+    """The front of a buffer that holds a chunk: all planes, each with its units one after the other."""
+    return buffer.view(-1)[: geometry.planes * chunk.units * chunk.unit_tokens * chunk.row_bytes]
+
+
+def to_buffer(chunk: SourcePlan) -> SourcePlan:
+    """The chunk with its units' destinations in the buffer."""
+    return replace(
+        chunk,
+        dest=np.arange(chunk.units, dtype=np.int32) * (chunk.unit_tokens * chunk.row_quanta),
+        routes=tuple(replace(route, dest_stride=chunk.row_quanta) for route in chunk.routes),
+    )
+
+
+def from_buffer(chunk: SourcePlan) -> SourcePlan:
+    """The chunk with its units' sources in the buffer."""
+    return replace(
+        chunk,
+        source=np.arange(chunk.units, dtype=np.int32) * (chunk.unit_tokens * chunk.row_quanta),
+        routes=tuple(replace(route, source_stride=chunk.row_quanta) for route in chunk.routes),
+    )
