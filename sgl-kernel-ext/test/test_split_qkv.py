@@ -115,9 +115,7 @@ def test_the_reference_keeps_the_heads_that_the_order_names(shape: QkvBlocks) ->
         heads = part.view(-1, shape.head_dim)
         assert bool((heads == heads[:, :1]).all())
         kept = [
-            (k, block, head)
-            for k, block, head in labels
-            if k == kind and (kind == "q" or block % shape.kv_copies == 0)
+            (k, block, head) for k, block, head in labels if k == kind and (kind == "q" or block % shape.kv_copies == 0)
         ]
         assert [labels[int(value)] for value in heads[:, 0]] == kept
 

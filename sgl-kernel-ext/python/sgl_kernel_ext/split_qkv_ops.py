@@ -14,9 +14,7 @@ from sgl_kernel_ext.split_qkv_reference import QkvBlocks
 _SHAPE = "int blocks, int q_heads, int kv_heads, int kv_copies, int head_dim"
 _LIBRARY = torch.library.Library("sgl_kernel_ext", "FRAGMENT")
 _LIBRARY.define(f"split_qkv(Tensor qkv, {_SHAPE}) -> Tensor")
-_LIBRARY.define(
-    f"split_qkv_rope(Tensor qkv, Tensor positions, Tensor cos_sin, {_SHAPE}) -> (Tensor, Tensor, Tensor)"
-)
+_LIBRARY.define(f"split_qkv_rope(Tensor qkv, Tensor positions, Tensor cos_sin, {_SHAPE}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
     f"split_qkv_norm_rope(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor q_weight, Tensor k_weight, "
     f"float eps, {_SHAPE}) -> (Tensor, Tensor, Tensor)"
@@ -30,9 +28,7 @@ def split_qkv(qkv: torch.Tensor, shape: QkvBlocks) -> torch.Tensor:
     return torch.ops.sgl_kernel_ext.split_qkv(qkv, *shape)
 
 
-def split_qkv_rope(
-    qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, shape: QkvBlocks
-) -> Qkv:
+def split_qkv_rope(qkv: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, shape: QkvBlocks) -> Qkv:
     """See `split_qkv.split_qkv_rope`; on any device."""
     return torch.ops.sgl_kernel_ext.split_qkv_rope(qkv, positions, cos_sin, *shape)
 
@@ -47,9 +43,7 @@ def split_qkv_norm_rope(
     shape: QkvBlocks,
 ) -> Qkv:
     """See `split_qkv.split_qkv_norm_rope`; on any device."""
-    return torch.ops.sgl_kernel_ext.split_qkv_norm_rope(
-        qkv, positions, cos_sin, q_weight, k_weight, eps, *shape
-    )
+    return torch.ops.sgl_kernel_ext.split_qkv_norm_rope(qkv, positions, cos_sin, q_weight, k_weight, eps, *shape)
 
 
 def _split_cpu(qkv: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -69,9 +63,7 @@ def _norm_rope_cpu(
     eps: float,
     *shape: int,
 ) -> Qkv:
-    return reference.split_qkv_norm_rope_reference(
-        qkv, positions, cos_sin, q_weight, k_weight, eps, QkvBlocks(*shape)
-    )
+    return reference.split_qkv_norm_rope_reference(qkv, positions, cos_sin, q_weight, k_weight, eps, QkvBlocks(*shape))
 
 
 def _split_cuda(qkv: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -107,9 +99,7 @@ def _split_fake(qkv: torch.Tensor, *shape: int) -> torch.Tensor:
 
 def _parts_fake(qkv: torch.Tensor, *args: torch.Tensor | float) -> Qkv:
     blocks = QkvBlocks(*args[-len(QkvBlocks._fields) :])  # type: ignore[arg-type]
-    q, k, v = (
-        qkv.new_empty(qkv.shape[0], width) for width in (blocks.q_width, blocks.kv_width, blocks.kv_width)
-    )
+    q, k, v = (qkv.new_empty(qkv.shape[0], width) for width in (blocks.q_width, blocks.kv_width, blocks.kv_width))
     return q, k, v
 
 

@@ -60,9 +60,7 @@ class QkvBlocks(NamedTuple):
             )
 
 
-def split_qkv_reference(
-    qkv: torch.Tensor, shape: QkvBlocks
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_qkv_reference(qkv: torch.Tensor, shape: QkvBlocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries `[tokens, q_width]`, keys and values `[tokens, kv_width]` of a block-ordered output."""
     shape.check(qkv)
     tokens, nq, nk = len(qkv), shape.q_heads, shape.kv_heads
@@ -75,9 +73,7 @@ def split_qkv_reference(
     )
 
 
-def rotate_reference(
-    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, head_dim: int
-) -> torch.Tensor:
+def rotate_reference(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Rotary embedding in NeoX style over whole heads, computed in float32.
 
     Args:
