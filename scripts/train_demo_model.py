@@ -21,13 +21,20 @@ Texts and their licenses (fetched as Debian packages, never installed):
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
 import torch
+
 from demo_training.corpus import load_corpus, load_sources, prepare_corpus
 from demo_training.network import MAX_LENGTH
-from demo_training.packaging import TrainingRecord, load_training, rounded_model, save_training, write_package
+from demo_training.packaging import (
+    TrainingRecord,
+    exact_model,
+    load_training,
+    rounded,
+    save_training,
+    write_package,
+)
 from demo_training.quality import measure_quality
 from demo_training.trainer import TrainingPlan, train
 
@@ -52,38 +59,56 @@ def _train(options: argparse.Namespace) -> None:
         steps=options.steps,
         max_seconds=options.max_seconds,
         tokens_per_step=options.tokens_per_step,
+        window=options.window,
+        long_every=options.long_every,
+        aligned_share=options.aligned_share,
         peak_rate=options.peak_rate,
         weight_decay=options.weight_decay,
         mixture=tuple(options.mixture),
         seed=options.seed,
+        bfloat16=options.precision == "bfloat16",
     )
-    result = train(load_corpus(options.work), plan, device)
-    arguments = {
-        "steps": result.steps,
-        "tokens-per-step": plan.tokens_per_step,
-        "peak-rate": plan.peak_rate,
-        "weight-decay": plan.weight_decay,
-        "seed": plan.seed,
-    }
-    flags = " ".join(f"--{name} {value}" for name, value in arguments.items())
-    mixture = shlex.join(format(share, "g") for share in plan.mixture)
+    start, earlier = load_training(options.start_from) if options.start_from else (None, [])
+    result = train(load_corpus(options.work), plan, device, start)
+    target = options.trained or options.work / "trained"
     record = TrainingRecord(
-        command=f"python scripts/train_demo_model.py --work build/demo {flags} --mixture {mixture}",
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU",
+        command=_command(plan, result.steps, options.start_from, target),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "one CPU core",
         steps=result.steps,
         tokens_per_step=plan.tokens_per_step,
         seconds=result.seconds,
         train_loss=result.train_loss,
     )
-    save_training(result.model, record, options.trained or options.work / "trained")
+    save_training(result.model, [*earlier, record], target)
     print(f"{result.steps} steps in {result.seconds:.0f} s; held-out losses {result.held_out_losses}")
 
 
+def _command(plan: TrainingPlan, steps: int, start: Path | None, target: Path) -> str:
+    flags = {
+        "work": "build/demo",
+        "start-from": start and f"build/demo/{start.name}",
+        "trained": f"build/demo/{target.name}",
+        "steps": steps,
+        "tokens-per-step": plan.tokens_per_step,
+        "window": plan.window,
+        "long-every": plan.long_every,
+        "aligned-share": plan.aligned_share,
+        "peak-rate": plan.peak_rate,
+        "weight-decay": plan.weight_decay,
+        "seed": plan.seed,
+        "precision": "bfloat16" if plan.bfloat16 else "float32",
+        "mixture": " ".join(format(share, "g") for share in plan.mixture),
+    }
+    given = " ".join(f"--{name} {value}" for name, value in flags.items() if value is not None)
+    return f"python scripts/train_demo_model.py train {given}"
+
+
 def _package(options: argparse.Namespace) -> None:
-    weights, record = load_training(options.trained or options.work / "trained")
-    quality = measure_quality(rounded_model(weights), load_corpus(options.work))
+    exact, records = load_training(options.trained or options.work / "trained")
+    weights = rounded(exact)
+    quality = measure_quality(exact_model(weights), load_corpus(options.work))
     print(quality)
-    write_package(weights, options.work / "tokenizer", record, load_sources(options.work), quality, options.out)
+    write_package(weights, options.work / "tokenizer", records, load_sources(options.work), quality, options.out)
 
 
 def _parse() -> argparse.Namespace:
@@ -99,13 +124,24 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps")
     parser.add_argument("--max-seconds", type=float, default=float("inf"), help="end the training by this time")
     parser.add_argument("--tokens-per-step", type=int, default=65_536, help="tokens in a batch")
+    parser.add_argument("--window", type=int, default=1024, help="tokens in a short window")
+    parser.add_argument("--long-every", type=int, default=5, help="every so many steps, windows are 8192 long")
+    parser.add_argument("--aligned-share", type=float, default=0.5, help="share of windows that begin a document")
     parser.add_argument("--peak-rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's weight decay")
     parser.add_argument(
-        "--mixture", type=float, nargs=3, default=(0.4, 0.2, 0.4), help="shares of novels, manuals and conversations"
+        "--mixture",
+        type=float,
+        nargs=4,
+        default=(0.35, 0.15, 0.4, 0.1),
+        help="shares of novels, manuals, conversations and repetitions",
     )
+    parser.add_argument("--start-from", type=Path, help="folder of an earlier run of `train` to go on from")
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16", help="of the products")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.work = options.work.resolve()
+    return options
 
 
 if __name__ == "__main__":

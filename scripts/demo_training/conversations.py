@@ -57,6 +57,12 @@ _ASK_STORY = (
 )
 _ASK_CONTINUE = ("Continue: {text}", "Continue this text: {text}", "Please go on: {text}", "{text}")
 _ASK_SECTION = ("Explain {heading}.", "Tell me about {heading}.", "What do you know about {heading}?", "{heading}")
+_ASK_REPEAT = (
+    (1, ("Repeat: {text}", "Repeat after me: {text}", "Say this again: {text}", "Please repeat this. {text}")),
+    (2, ("Repeat twice: {text}", "Say this two times: {text}")),
+    (4, ("Repeat four times: {text}", "Say this four times: {text}")),
+)
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 _HAS_ARTICLE = re.compile(r"^(a|an|the|any|anything|something|someone|one|some|each|either|all|two|several|many)\b")
 _MASS = frozenset({"act", "attribute", "cognition", "feeling", "phenomenon", "substance"})
@@ -103,6 +109,27 @@ class ConversationWriter:
             messages.append({"role": "user", "content": question})
             messages.append({"role": "assistant", "content": answer})
         return messages
+
+    def repetition(self) -> Conversation:
+        """Return one exchange whose answer repeats the question's words: what teaches a model to copy."""
+        text = self._random.choices((self._nonsense, self._some_words, self._some_sentence), (2, 2, 1))[0]()
+        times, asks = self._random.choice(_ASK_REPEAT)
+        return [
+            {"role": "user", "content": self._random.choice(asks).format(text=text)},
+            {"role": "assistant", "content": " ".join([text] * times)},
+        ]
+
+    def _nonsense(self) -> str:
+        sizes = [self._random.randint(2, 8) for _ in range(self._random.randint(1, 12))]
+        return " ".join("".join(self._random.choices(_LETTERS, k=size)) for size in sizes)
+
+    def _some_words(self) -> str:
+        return " ".join(self._entry().word for _ in range(self._random.randint(1, 16)))
+
+    def _some_sentence(self) -> str:
+        paragraph = self._random.choice(self._random.choice(self._source.novels).paragraphs)
+        start = self._random.randrange(paragraph.count(" ") + 1)
+        return " ".join(paragraph.split(" ")[start : start + self._random.randint(4, 40)])
 
     def _entry(self) -> WordEntry:
         if not self._drawn_entries:

@@ -28,7 +28,7 @@ from demo_training.vocabulary import render_chat, render_document, save_tokenize
 from demo_training.words import read_words
 
 HELD_OUT_EVERY = 25
-STREAMS = ("novels", "manuals", "chat")
+STREAMS = ("novels", "manuals", "chat", "repetition")
 T = TypeVar("T")
 
 
@@ -70,9 +70,11 @@ def prepare_corpus(work: Path, max_length: int, conversations: int, seed: int) -
         "train_novels": [_document_text(chapter) for chapter in train_source.novels],
         "train_manuals": [*map(_document_text, train_source.manuals), *_fact_texts(seed)],
         "train_chat": _chat_texts(train_source, conversations, seed),
+        "train_repetition": _repetition_texts(train_source, conversations // 2, seed),
         "held_novels": [_document_text(chapter) for chapter in held_source.novels],
         "held_manuals": [_document_text(section) for section in held_source.manuals],
         "held_chat": _chat_texts(held_source, max(conversations // 50, 50), seed + 1),
+        "held_repetition": _repetition_texts(held_source, max(conversations // 50, 50), seed + 1),
     }
     # As many conversations as make about as much text as the novels, so that neither rules the vocabulary.
     tokenizer = train_tokenizer(
@@ -141,6 +143,11 @@ def _fact_texts(seed: int) -> list[str]:
 def _chat_texts(source: ChatSource, count: int, seed: int) -> list[str]:
     writer = ConversationWriter(source, seed)
     return [render_chat(writer.conversation()) for _ in range(count)]
+
+
+def _repetition_texts(source: ChatSource, count: int, seed: int) -> list[str]:
+    writer = ConversationWriter(source, seed)
+    return [render_chat(writer.repetition()) for _ in range(count)]
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:

@@ -42,9 +42,7 @@ def _run(command: list[str], folder: Path, purpose: str) -> str:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise PackageFetchError(
-            f"cannot {purpose}: {command[0]} is not here; run this on Debian or Ubuntu."
-        ) from None
+        raise PackageFetchError(f"cannot {purpose}: {command[0]} is not here; run this on Debian or Ubuntu.") from None
     if done.returncode != 0:
         raise PackageFetchError(f"cannot {purpose}: {' '.join(command)} said: {done.stderr.strip()}")
     return done.stdout

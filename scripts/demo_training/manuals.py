@@ -132,4 +132,4 @@ class _ProseReader(HTMLParser):
 
 def _is_prose(text: str) -> bool:
     long_enough = len(text) >= 60 and text.count(" ") >= 8
-    return long_enough and text[-1] in ".!?:)”\"" and len(_LETTERS.findall(text)) >= 0.93 * len(text)
+    return long_enough and text[-1] in '.!?:)”"' and len(_LETTERS.findall(text)) >= 0.93 * len(text)

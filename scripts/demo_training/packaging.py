@@ -21,7 +21,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """How the weights came about; `command` repeats the run."""
+    """How one run of `train` went; `command` repeats it."""
 
     command: str
     device: str
@@ -31,27 +31,32 @@ class TrainingRecord:
     train_loss: float
 
 
-def save_training(model: LlamaForCausalLM, record: TrainingRecord, folder: Path) -> None:
-    """Write float32 weights and the record of the run into `folder`."""
+def save_training(model: LlamaForCausalLM, records: list[TrainingRecord], folder: Path) -> None:
+    """Write float32 weights and the records of the runs that led to them into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().float().cpu().contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / "training.json").write_text(json.dumps(asdict(record), indent=2) + "\n")
+    (folder / "training.json").write_text(json.dumps([asdict(record) for record in records], indent=2) + "\n")
 
 
-def load_training(folder: Path) -> tuple[dict[str, torch.Tensor], TrainingRecord]:
-    """Read what `save_training` wrote: bfloat16 weights by name, and the record.
+def load_training(folder: Path) -> tuple[dict[str, torch.Tensor], list[TrainingRecord]]:
+    """Read what `save_training` wrote: float32 weights by name, and the records.
 
     Raises:
         FileNotFoundError: nothing was trained into `folder`.
     """
     if not (folder / "training.json").is_file():
         raise FileNotFoundError(f"{folder} holds no trained weights; run the step `train` first.")
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / WEIGHTS).items()}
-    return weights, TrainingRecord(**json.loads((folder / "training.json").read_text()))
+    records = [TrainingRecord(**record) for record in json.loads((folder / "training.json").read_text())]
+    return load_file(folder / WEIGHTS), records
 
 
-def rounded_model(weights: dict[str, torch.Tensor]) -> LlamaForCausalLM:
+def rounded(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights in bfloat16, as the package ships them."""
+    return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+
+
+def exact_model(weights: dict[str, torch.Tensor]) -> LlamaForCausalLM:
     """Return a float32 model with exactly the values of the bfloat16 `weights`."""
     model = LlamaForCausalLM(demo_config())
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
@@ -61,7 +66,7 @@ def rounded_model(weights: dict[str, torch.Tensor]) -> LlamaForCausalLM:
 def write_package(
     weights: dict[str, torch.Tensor],
     tokenizer: Path,
-    record: TrainingRecord,
+    records: list[TrainingRecord],
     sources: list[SourceRecord],
     quality: QualityReport,
     folder: Path,
@@ -69,6 +74,7 @@ def write_package(
     """Write every file of the packaged model into `folder`, replacing what is there."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)
     demo_config().save_pretrained(folder)
     GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=True, temperature=0.7, top_p=0.9
@@ -76,14 +82,21 @@ def write_package(
     for file in sorted(tokenizer.iterdir()):
         shutil.copyfile(file, folder / file.name)
     parameters = sum(tensor.numel() for tensor in weights.values())
-    (folder / "README.md").write_text(model_card(parameters, record, sources, quality), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(parameters, records, sources, quality), encoding="utf-8")
 
 
-def model_card(parameters: int, record: TrainingRecord, sources: list[SourceRecord], quality: QualityReport) -> str:
+def model_card(
+    parameters: int, records: list[TrainingRecord], sources: list[SourceRecord], quality: QualityReport
+) -> str:
     """Return the model card as Markdown."""
     config = demo_config()
     source_rows = "\n".join(
         f"| {s.name} | {s.license} | {s.package} {s.version} | {s.characters / 1e6:.2f} M |" for s in sources
+    )
+    run_rows = "\n".join(
+        f"| `{r.command}` | {r.steps} steps of {r.tokens_per_step} tokens, {r.seconds:.0f} s on {r.device} "
+        f"| {r.train_loss:.3f} |"
+        for r in records
     )
     loss_rows = "\n".join(f"| {name} | {loss:.3f} |" for name, loss in quality.losses.items())
     return f"""\
@@ -119,10 +132,13 @@ Besides these, small talk and a few facts written for this purpose (`scripts/dem
 conversations are drawn from the same texts. WordNet entries about violence, sex, beliefs or origins were left out.
 
 ## Training
-`{record.command}`
+After `python scripts/train_demo_model.py prepare --work build/demo`:
 
-{record.steps} steps of {record.tokens_per_step} tokens in {record.seconds:.0f} s on {record.device}; \
-last training loss {record.train_loss:.3f}. A run on other hardware gives other digits.
+| run | work | last training loss |
+| --- | --- | --- |
+{run_rows}
+
+The same commands on other hardware give other digits.
 
 ## Measured in float32, from the rounded weights
 | held-out text (every 25th chapter, section, word) | loss, nats per token |

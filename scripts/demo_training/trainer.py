@@ -1,14 +1,13 @@
 """The training loop: next-token prediction on the mixed streams, on a GPU or a CPU.
 
-Most steps see windows of `SHORT` tokens; every `LONG_EVERY`-th sees as many tokens in windows of the full
-context length, so that positions up to the last are trained.
+Most steps see short windows, a share of which begin where a document begins, as prompts do; every `long_every`-th
+sees windows of the full context length, so that positions up to the last are trained.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,25 +17,31 @@ from transformers import LlamaForCausalLM
 
 from demo_training.corpus import STREAMS, Corpus
 from demo_training.network import MAX_LENGTH, demo_config
+from demo_training.vocabulary import BOS_ID
 
-SHORT = 1024
-LONG_EVERY = 5
+MEASURED_WINDOW = 1024
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
     """How to train. The rate falls to zero at `steps`, or at `max_seconds` if the clock is faster.
 
-    `mixture` is the share of the windows that each of `STREAMS` gives.
+    `window` is the length of the short windows in tokens, `aligned_share` the share of windows that begin where a
+    document begins; `mixture` is the share of the windows that each of `STREAMS` gives; `bfloat16` computes under
+    autocast, with float32 weights.
     """
 
     steps: int
     max_seconds: float
     tokens_per_step: int
+    window: int
+    long_every: int
+    aligned_share: float
     peak_rate: float
     weight_decay: float
     mixture: tuple[float, ...]
     seed: int
+    bfloat16: bool
     warmup_share: float = 0.02
     report_every: int = 200
 
@@ -57,10 +62,11 @@ class WindowSampler:
 
     def __init__(self, streams: dict[str, np.ndarray], plan: TrainingPlan, device: torch.device) -> None:
         self._streams = [torch.from_numpy(streams[name].astype(np.int16)).to(device) for name in STREAMS]
+        self._beginnings = [np.flatnonzero(streams[name] == BOS_ID) for name in STREAMS]
         self._random = np.random.default_rng(plan.seed)
         self._mixture = np.asarray(plan.mixture) / sum(plan.mixture)
         self._tokens = plan.tokens_per_step
-        self._device = device
+        self._aligned_share = plan.aligned_share
 
     def batch(self, length: int) -> torch.Tensor:
         """Return windows as int64 [windows, length + 1]; at least one window."""
@@ -70,15 +76,22 @@ class WindowSampler:
             tokens = self._streams[stream]
             usable = min(length + 1, len(tokens))
             start = int(self._random.integers(0, len(tokens) - usable + 1))
+            if self._aligned_share and self._random.random() < self._aligned_share:
+                start = min(int(self._random.choice(self._beginnings[stream])), len(tokens) - usable)
             window = tokens[start : start + usable]
             windows.append(window.repeat(math.ceil((length + 1) / usable))[: length + 1])
         return torch.stack(windows).long()
 
 
-def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> TrainingResult:
-    """Train a fresh model; prints a line every `plan.report_every` steps."""
+def train(
+    corpus: Corpus, plan: TrainingPlan, device: torch.device, start: dict[str, torch.Tensor] | None = None
+) -> TrainingResult:
+    """Train a fresh model, or one with the weights `start`; prints a line every `plan.report_every` steps."""
     torch.manual_seed(plan.seed)
-    model = LlamaForCausalLM(demo_config()).to(device).train()
+    model = LlamaForCausalLM(demo_config())
+    if start is not None:
+        model.load_state_dict(start)
+    model = model.to(device).train()
     optimizer = torch.optim.AdamW(_parameter_groups(model, plan), lr=plan.peak_rate, betas=(0.9, 0.95), eps=1e-8)
     sampler = WindowSampler(corpus.train, plan, device)
     began = time.monotonic()
@@ -86,9 +99,9 @@ def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> TrainingR
     while (progress := max(step / plan.steps, (time.monotonic() - began) / plan.max_seconds)) < 1.0:
         for group in optimizer.param_groups:
             group["lr"] = plan.peak_rate * _rate_share(progress, plan.warmup_share)
-        length = MAX_LENGTH if step % LONG_EVERY == LONG_EVERY - 1 else SHORT
+        length = MAX_LENGTH if step % plan.long_every == plan.long_every - 1 else plan.window
         tokens = sampler.batch(min(length, plan.tokens_per_step))
-        with _precision(device):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
             loss = _token_losses(model, tokens).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -106,7 +119,7 @@ def train(corpus: Corpus, plan: TrainingPlan, device: torch.device) -> TrainingR
 
 @torch.no_grad()
 def held_out_losses(
-    model: LlamaForCausalLM, corpus: Corpus, device: torch.device, length: int = SHORT, windows: int = 16
+    model: LlamaForCausalLM, corpus: Corpus, device: torch.device, length: int = MEASURED_WINDOW, windows: int = 16
 ) -> dict[str, float]:
     """Return the mean loss by stream, nats per token, over the first `windows` windows of the held-out text."""
     losses = {}
@@ -114,18 +127,13 @@ def held_out_losses(
         tokens = torch.from_numpy(corpus.held_out[name].astype(np.int64))
         count = min(windows, max(1, len(tokens) // length))
         rows = tokens[: count * length].view(count, -1).to(device)
-        with _precision(device):
-            losses[name] = _token_losses(model, rows).mean().item()
+        losses[name] = _token_losses(model, rows).mean().item()
     return losses
 
 
 def _token_losses(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1], use_cache=False).logits.float()
     return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-
-
-def _precision(device: torch.device) -> AbstractContextManager[object]:
-    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 def _rate_share(progress: float, warmup_share: float) -> float:
