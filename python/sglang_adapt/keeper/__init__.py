@@ -9,8 +9,8 @@ Use, from the process that supervises the engines (any process that may start ch
     keeper.process.sentinel       # readable when the keeper has ended: its engines have lost their memory
     keeper.stop()
 
-- `context` is a forkserver context whose server has loaded sglang and has not initialised CUDA. Everything is
-  passed by pickling; the keeper inherits nothing but the loaded modules.
+- `context` is a forkserver context whose server has loaded sglang and has not initialised CUDA, or a spawn
+  context. Everything is passed by pickling; the keeper inherits nothing but the loaded modules.
 - On GPUs there is one keeper for each GPU. On virtual GPUs one keeper may have all GPUs of the host (`gpu_ids`):
   the weights are then one copy for all of them, and each gets its own regions.
 - Handles are good for any number of processes and as long as the keeper lives, so that an engine which is started

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 
 from sglang_adapt.keeper.config import KeeperConfig
 from sglang_adapt.keeper.messages import Failed, Progress, Ready, decode
@@ -27,7 +27,7 @@ class KeeperHandle:
         connection: readable when there is something to `receive`.
     """
 
-    def __init__(self, config: KeeperConfig, process: ForkServerProcess, connection: Connection) -> None:
+    def __init__(self, config: KeeperConfig, process: ForkServerProcess | SpawnProcess, connection: Connection) -> None:
         self.config = config
         self.process = process
         self.connection = connection
@@ -119,11 +119,11 @@ class KeeperHandle:
 _REAP_WAIT_S = 5.0
 
 
-def start_keeper(context: ForkServerContext, config: KeeperConfig) -> KeeperHandle:
+def start_keeper(context: ForkServerContext | SpawnContext, config: KeeperConfig) -> KeeperHandle:
     """Start a keeper's process; returns at once.
 
     Args:
-        context: a forkserver context whose server has loaded sglang (`upstream.preload`).
+        context: a forkserver context whose server has loaded sglang (`upstream.preload`), or a spawn context.
         config: what it is to own.
     """
     ours, theirs = context.Pipe()

@@ -15,6 +15,7 @@ from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.keeper.config import KeeperConfig
 from sglang_adapt.keeper.messages import Failed, KeeperMessage, Progress, Ready, encode
 from sglang_adapt.memory import Region, RegionHandle, allocate
+from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.weights import WeightStore
 
 _PROGRESS_STEPS = 100
@@ -31,6 +32,7 @@ def keeper_main(config: KeeperConfig, pipe: Connection) -> None:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(config.environment)
+    give_back_cuda()
     setproctitle.setproctitle(f"sglang_adapt::{config.name}")
     try:
         regions = _allocate(config)
