@@ -11,9 +11,10 @@ import pytest
 import torch
 from kv_world import World
 
+from sglang_adapt.kv.checked import CheckedExecutor
 from sglang_adapt.kv.checksums import CopyMismatch
 from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitShape
-from sglang_adapt.kv.copy import CheckedExecutor, CopyError, DirectExecutor
+from sglang_adapt.kv.copy import CopyError, DirectExecutor
 from sglang_adapt.kv.geometry import GeometryError, PoolGeometry
 from sglang_adapt.kv.plan import CopyBatch
 from sglang_adapt.kv.plan_build import build_plans

@@ -35,7 +35,7 @@ def quanta(plan: SourcePlan, gpu: int, end: str) -> np.ndarray:
     return np.concatenate(touched) if touched else np.zeros(0, dtype=np.int64)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(worlds_with_batches())
 def test_destinations_equal_a_reference_gather_and_nothing_else_changes(
     case: tuple[World, tuple[CopyBatch, ...]],
@@ -45,7 +45,7 @@ def test_destinations_equal_a_reference_gather_and_nothing_else_changes(
     world.assert_as_expected()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(worlds_with_batches())
 def test_every_byte_is_moved_exactly_once(case: tuple[World, tuple[CopyBatch, ...]]) -> None:
     world, batches = case

@@ -76,7 +76,7 @@ def transfer(world: World, plan: SourcePlan, gpu: int, buffer_bytes: int, **opti
     assert not any(pipe.poll(0) for pipe in pipes), "a message was left over"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(worlds_with_batches(), st.integers(1, 5), st.booleans(), st.booleans())
 def test_staged_copies_equal_the_reference(
     case: tuple[World, tuple[CopyBatch, ...]], units: int, through_host: bool, checked: bool

@@ -80,7 +80,7 @@ class TritonCopier:
 
         copy_units(
             source,
-            self._addresses_of(source.device, dests),
+            self._addresses_of(table.device, dests),
             table,
             planes=len(shape.planes),
             first_plane=shape.planes.start,

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from sgl_kernel_ext.kv_copy_reference import pack_records
 
-from sglang_adapt.kv.checksums import compare, dest_checksums, source_checksums
 from sglang_adapt.kv.copiers import Records, UnitCopier, UnitShape
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.lanes import Lane, Mark
@@ -108,34 +107,6 @@ class DirectExecutor:
         with self.lane.use():
             self.copier.copy(self.regions[self.gpu], copy.dests, copy.table, copy.shape)
         return self.lane.mark()
-
-
-@dataclass(slots=True)
-class CheckedExecutor:
-    """Debug mode: runs a copy to its end and compares checksums of both sides. Slow; reads everything twice.
-
-    The destinations' regions must be readable here.
-    """
-
-    inner: DirectExecutor
-
-    def start(self, plan: SourcePlan, layers: range | None = None) -> Mark:
-        """As the inner executor's, but done on return.
-
-        Raises:
-            CopyMismatch: naming the request, the layer and the blocks that differ.
-        """
-        geometry = self.inner.geometry
-        layers = check_plan(geometry, self.inner.gpu, plan, layers)
-        planes = slice(2 * layers.start, 2 * layers.stop)
-        parts = {gpu: plan.to_gpu(gpu) for gpu in plan.dest_gpus}
-        before = {gpu: source_checksums(geometry, self.inner.regions[plan.gpu], part) for gpu, part in parts.items()}
-        mark = self.inner.start(plan, layers)
-        mark.wait()
-        for gpu, part in parts.items():
-            after = dest_checksums(geometry, self.inner.regions[gpu], part)
-            compare(geometry, part, before[gpu][planes], after[planes], first_plane=planes.start)
-        return mark
 
 
 def check_plan(geometry: PoolGeometry, gpu: int, plan: SourcePlan, layers: range | None) -> range:

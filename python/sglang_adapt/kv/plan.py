@@ -150,5 +150,9 @@ class SourcePlan:
 
     def to_gpu(self, gpu: int) -> SourcePlan:
         """The part of the plan that goes to one GPU."""
+        return self.select(self.goes_to(gpu))
+
+    def goes_to(self, gpu: int) -> npt.NDArray[np.bool_]:
+        """Which units go to a GPU."""
         there = np.array([route.dest_gpu == gpu for route in self.routes], dtype=bool)
-        return self.select(there[self.route])
+        return there[self.route]

@@ -82,7 +82,8 @@ class StagedSender:
     checked: bool = False
 
     def run(self, plan: SourcePlan) -> None:
-        """Send all of a plan; on return the receiver has it in its blocks. Blocks the calling thread.
+        """Send all of a plan; on return the receiver has it in its blocks. Blocks the calling
+        thread, whose current device must be the region's.
 
         Raises:
             CopyError: a plan with several destinations, buffers too small for one unit, or a receiver that is

@@ -75,10 +75,10 @@ def copy_units(
     stream.
 
     Args:
-        source: contiguous region, any dtype; the kernel runs on its GPU.
-        addresses: int64 `[slots]` on the same GPU: where each destination region begins, multiples of 16. The
-            caller keeps those regions alive and mapped until the copy has ended.
-        records: int32 `[units, 4]` on the same GPU.
+        source: contiguous region, any dtype; memory of the GPU that runs the kernel, or a peer's mapped there.
+        addresses: int64 `[slots]` on that GPU: where each destination region begins, multiples of 16. The
+            caller keeps all regions alive and mapped until the copy has ended.
+        records: int32 `[units, 4]` on the GPU that runs the kernel, which is the current device.
         planes: how many planes to copy.
         source_plane_bytes, dest_plane_bytes: bytes of a plane at either end.
         unit_tokens: the most rows of a unit.
@@ -102,7 +102,7 @@ def copy_units(
         raise ValueError(f"{units} units x {planes} planes x {chunks} tiles do not fit into one launch")
     tile_bytes = rows * cols * 8
     if programs is None:
-        programs = default_programs(source.device, tile_bytes)
+        programs = default_programs(records.device, tile_bytes)
     _copy_units_kernel[(min(programs, tasks),)](
         source.view(-1).view(torch.int64),
         addresses,
