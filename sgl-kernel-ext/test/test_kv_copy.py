@@ -51,9 +51,7 @@ def random_records(
 @pytest.mark.parametrize(
     ("unit_tokens", "row_quanta"), [(16, 4), (16, 64), (12, 5), (1, 1), (200, 8), (3, 96), (48, 10)]
 )
-def test_interpreted_kernel_equals_the_reference(
-    interpreted: ModuleType, unit_tokens: int, row_quanta: int
-) -> None:
+def test_interpreted_kernel_equals_the_reference(interpreted: ModuleType, unit_tokens: int, row_quanta: int) -> None:
     rng = np.random.default_rng(unit_tokens * 1000 + row_quanta)
     planes, slots = 3, 2
     records, plane_quanta = random_records(rng, 5, unit_tokens, row_quanta, places=7, slots=slots)
@@ -63,9 +61,7 @@ def test_interpreted_kernel_equals_the_reference(
     got = [dest.clone() for dest in expected]
     before = [dest.clone() for dest in expected]
     packed = torch.from_numpy(records)
-    copy_units_reference(
-        source, expected, packed, planes=2, first_plane=1, source_planes=planes, row_quanta=row_quanta
-    )
+    copy_units_reference(source, expected, packed, planes=2, first_plane=1, source_planes=planes, row_quanta=row_quanta)
     interpreted.copy_units(
         source,
         torch.tensor([dest.data_ptr() for dest in got]),

@@ -83,15 +83,9 @@ def copy_units_reference(
     table = records.to(torch.int64)
     rows, slot = table[:, 2] >> 16, table[:, 2] & _LOW
     source_stride, dest_stride = table[:, 3] >> 16, table[:, 3] & _LOW
-    uneven = (
-        (table[:, :2] % row_quanta).any()
-        or (source_stride % row_quanta).any()
-        or (dest_stride % row_quanta).any()
-    )
+    uneven = (table[:, :2] % row_quanta).any() or (source_stride % row_quanta).any() or (dest_stride % row_quanta).any()
     if uneven:
-        raise ValueError(
-            f"an offset or a stride of a copy is not a multiple of its row of {row_quanta} quanta"
-        )
+        raise ValueError(f"an offset or a stride of a copy is not a multiple of its row of {row_quanta} quanta")
     unit = torch.repeat_interleave(torch.arange(len(table)), rows)
     row = torch.arange(len(unit)) - (torch.cumsum(rows, 0) - rows)[unit]
     source_rows = (table[:, 0][unit] + row * source_stride[unit]) // row_quanta
@@ -103,9 +97,7 @@ def copy_units_reference(
             continue
         to_rows = _as_rows(dest, total, row_quanta)
         reads, writes = source_rows[here], dest_rows[here]
-        for plane in range(
-            first_plane, first_plane + planes
-        ):  # one plane at a time bounds the temporary copy
+        for plane in range(first_plane, first_plane + planes):  # one plane at a time bounds the temporary copy
             to_rows[plane].index_copy_(0, writes, from_rows[plane].index_select(0, reads))
 
 
@@ -114,7 +106,5 @@ def _as_rows(region: torch.Tensor, planes: int, row_quanta: int) -> torch.Tensor
     row_bytes = row_quanta * QUANTUM_BYTES
     total_bytes = region.numel() * region.element_size()
     if total_bytes % (planes * row_bytes):
-        raise ValueError(
-            f"a region of {total_bytes} bytes is not {planes} planes of rows of {row_bytes} bytes"
-        )
+        raise ValueError(f"a region of {total_bytes} bytes is not {planes} planes of rows of {row_bytes} bytes")
     return region.view(-1).view(torch.int64).view(planes, -1, row_bytes // 8)
