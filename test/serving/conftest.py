@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from server import Server
 from sglang_adapt.demo import demo_model_path
+
+from server import Server
 
 STOCK_FLAGS = ["--model-path", str(demo_model_path()), "--dtype", "float32", "--max-total-tokens", "32768"]
 """What stock needs to be told to run as ours does by default on virtual GPUs."""

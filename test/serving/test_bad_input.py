@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from server import Server
 
 pytestmark = pytest.mark.engine

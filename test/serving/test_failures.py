@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
 from server import Server
 
 pytestmark = pytest.mark.engine
@@ -87,7 +88,8 @@ def single(start: Callable[..., Server]) -> Iterator[Server]:
 
 def test_a_client_that_leaves_frees_its_request(pair: Server) -> None:
     with httpx.stream("POST", f"{pair.url}/generate", json={**LONG, "stream": True}, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         assert sum(e["in_flight"] for e in engines(pair).values()) >= 1
     until(lambda: sum(e["in_flight"] for e in engines(pair).values()) == 0, 10, "the request is aborted")
 

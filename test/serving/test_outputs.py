@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
 from server import Server
 
 pytestmark = pytest.mark.engine

@@ -41,7 +41,11 @@ class DrainRequest(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-FrontToRouter = DrainRequest
+class StatusRequest(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: send the status now."""
+
+
+FrontToRouter = DrainRequest | StatusRequest
 RouterToFront = RouterStatus
 
 encode = msgspec.msgpack.Encoder().encode

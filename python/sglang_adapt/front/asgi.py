@@ -124,7 +124,7 @@ class AdaptLayer:
                 await _answer(send, 200 if refusal is None else 503, body)
                 return
             if path == "/adapt/engines":
-                status_now = self._link.status
+                status_now = await self._link.ask()
                 body = {"layout": None, "engines": []} if status_now is None else _engines(status_now)
                 await _answer(send, 200 if status_now is not None else 503, body)
                 return

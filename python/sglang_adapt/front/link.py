@@ -31,6 +31,7 @@ class RouterLink:
         self._socket: zmq.asyncio.Socket | None = None
         self._status: RouterStatus | None = None
         self._heard_at = 0.0
+        self._heard = asyncio.Event()
 
     def open(self) -> None:
         """Start receiving on the running event loop."""
@@ -43,11 +44,23 @@ class RouterLink:
         while True:
             self._status = messages.decode_router_to_front(await socket.recv())
             self._heard_at = time.monotonic()
+            self._heard.set()
 
     @property
     def status(self) -> RouterStatus | None:
         """The router's last status; None before the first and when the router has been silent too long."""
         if self._status is not None and time.monotonic() - self._heard_at > SILENT_AFTER_S:
+            return None
+        return self._status
+
+    async def ask(self) -> RouterStatus | None:
+        """The router's status as it is now; None if it does not answer in `SILENT_AFTER_S`."""
+        assert self._socket is not None
+        self._heard.clear()
+        await self._socket.send(messages.encode(messages.StatusRequest()))
+        try:
+            await asyncio.wait_for(self._heard.wait(), SILENT_AFTER_S)
+        except TimeoutError:
             return None
         return self._status
 

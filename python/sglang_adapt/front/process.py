@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import setproctitle
+
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.front.asgi import AdaptLayer
@@ -41,6 +43,7 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     from sglang_adapt.upstream.rank import prepare_process
     from sglang_adapt.upstream.shared_files import LoadSlots, use_load_slots
 
+    setproctitle.setproctitle("sglang_adapt::front")
     prepare_process(*upstream.FRONT_PATCHES)
     try:
         settings = make_settings(argv, run_dir)

@@ -254,7 +254,9 @@ class _Process:
 
     def _on_control(self, data: bytes) -> None:
         request = messages.decode_front_to_router(data)
-        if self._draining is None:
+        if isinstance(request, messages.StatusRequest):
+            self._send_status()
+        elif self._draining is None:
             self._draining = self._loop.create_task(self._drain(request.timeout_s))
 
     def _send_status(self) -> None:

@@ -11,6 +11,8 @@ import os
 import signal
 import warnings
 
+import setproctitle
+
 # A crashing stock child tells its parent with SIGQUIT; the parent of all of them is the forkserver, which must
 # live on. Our own entry points report a crash by their exit code instead.
 signal.signal(signal.SIGQUIT, signal.SIG_IGN)
@@ -35,5 +37,9 @@ cuda_facts.assert_cuda_untouched()
 gc.collect()
 gc.freeze()
 
-PRELOADED_PID = os.getpid()
-"""The forkserver's process id; a process whose parent this is was forked from it."""
+# The library finds the memory for titles at its first call, and no more after the environment has been changed,
+# which forked processes do.
+setproctitle.setproctitle("sglang_adapt::forkserver")
+
+
+
