@@ -43,6 +43,18 @@ MODELS = {
     "qwen2_tied": TinyModel("Qwen2", {"vocab_size": 1000, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     # Heads that are larger than hidden size over heads, and q/k norms.
     "qwen3": TinyModel("Qwen3", {"head_dim": 64}),
+    "qwen3_moe": TinyModel(
+        "Qwen3Moe",
+        {
+            "head_dim": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+            # One dense layer beside the sparse one.
+            "mlp_only_layers": [0],
+        },
+    ),
     "qwen3_one_kv_head": TinyModel("Qwen3", {"head_dim": 64, "num_key_value_heads": 1}),
 }
 

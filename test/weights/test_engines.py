@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 FINEST_TP = 4
 NEW_TOKENS = 24
 PROMPTS = [[random.Random(length).randrange(2, 500) for _ in range(length)] for length in (1, 5, 33, 150)]
-DEFAULT = {("llama_tied", 1), ("llama_tied", 4), ("qwen2", 1), ("qwen3", 2)}
+DEFAULT = {("llama_tied", 1), ("llama_tied", 4), ("qwen2", 1), ("qwen3", 2), ("qwen3_moe", 1), ("qwen3_moe", 2)}
 
 Keeper = Callable[..., KeeperHandle]
 Model = Callable[[str], Path]

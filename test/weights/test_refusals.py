@@ -23,6 +23,8 @@ SETTINGS: dict[str, Any] = {
     "enable_memory_saver": False,
     "enable_weights_cpu_backup": False,
     "weight_cache_mode": "off",
+    "moe_a2a_backend": "none",
+    "enable_torch_compile": False,
 }
 
 
@@ -41,7 +43,8 @@ def check(model_config: SimpleNamespace, tp_sizes: tuple[int, ...] = (1, 2, 4), 
 
 
 @pytest.mark.parametrize(
-    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+    "architecture",
+    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"],
 )
 def test_known_models_pass(architecture: str) -> None:
     check(model(architecture))
@@ -64,6 +67,7 @@ def test_known_models_pass(architecture: str) -> None:
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"enable_weights_cpu_backup": True}, "--enable-weights-cpu-backup"),
         ({"weight_cache_mode": "daemon"}, "--weight-cache-mode"),
+        ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
     ],
 )
 def test_settings_are_refused_by_their_flags_and_with_the_way_out(settings: dict[str, Any], names: str) -> None:
@@ -86,11 +90,18 @@ def test_unknown_models_and_quantised_ones_are_refused() -> None:
         ({"num_attention_heads": 30}, (1, 4), "30 attention heads cannot be shared out to 4 ranks"),
         ({"num_key_value_heads": 6}, (1, 4), "6 KV heads can be neither shared out to nor repeated on 4 ranks"),
         ({"intermediate_size": 14338}, (1, 4), "an intermediate size of 14338 cannot be shared out to 4 ranks"),
+        ({"moe_intermediate_size": 770}, (1, 4), "an intermediate size of 770 cannot be shared out to 4 ranks"),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(config: dict[str, int], tp_sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(UnshareableError, match=f"{message}; lower the largest TP size"):
         check(model(**config), tp_sizes)
+
+
+def test_compiled_experts_are_refused() -> None:
+    check(model(), enable_torch_compile=True)
+    with pytest.raises(UnshareableError, match=r"--enable-torch-compile .* stock order. .*--adapt-tp-sizes"):
+        check(model("Qwen3MoeForCausalLM", num_experts=8), enable_torch_compile=True)
 
 
 def test_every_setting_that_is_looked_at_is_one_of_stocks() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from sglang_adapt.upstream.weights.block_order import BlockOrderReport, read_block_order
+from sglang_adapt.upstream.weights.experts import allow_strided_experts
 from sglang_adapt.upstream.weights.params import ModelParam, describe_model, expected_param, model_params
 from sglang_adapt.weights import WeightStore
 
@@ -24,6 +25,7 @@ def bind_views(model: nn.Module, store: WeightStore, rank: int, tp_size: int) ->
     views = store.views(words, [expected_param(param, store.finest_tp) for param in params], rank, tp_size)
     for param in params:
         _replace(param, views[param.name])
+    allow_strided_experts(model)
     if store.blocks_per_rank(tp_size) == 1:
         return BlockOrderReport()
     return read_block_order(model, store.finest_tp)

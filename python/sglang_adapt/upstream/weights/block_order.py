@@ -2,7 +2,8 @@
 
 An engine whose TP size is the store's finest has one block and needs none of this. In others, what reads the
 output of a fused layer is replaced in that instance of the model:
-- gate and up: the stock activation, on a view with a row for each block, gives the natural order by itself;
+- gate and up: the stock activation, on a view with a row for each block, gives the natural order by itself (of
+  experts: `experts`);
 - q, k and v: one kernel splits, normalises where the model does, and rotates, in place of the stock kernels for
   the same; where something unknown sits between, the split alone.
 """
@@ -26,6 +27,7 @@ from sglang.srt.models.qwen2 import Qwen2Attention
 from sglang.srt.models.qwen3 import Qwen3Attention
 from torch import nn
 
+from sglang_adapt.upstream.weights.experts import read_block_order_of_experts
 from sglang_adapt.upstream.weights.refusals import UnshareableError
 
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -38,6 +40,7 @@ class BlockOrderReport:
     fused_qkv: int = 0
     split_qkv: int = 0
     activations: int = 0
+    experts: int = 0
 
 
 def read_block_order(model: nn.Module, finest_tp: int) -> BlockOrderReport:
@@ -70,7 +73,7 @@ def read_block_order(model: nn.Module, finest_tp: int) -> BlockOrderReport:
                 f"{name} is a fused layer ({type(module).__name__}) whose output is read by something that does "
                 f"not know the order of shared weights; use one TP size for this model"
             )
-    return BlockOrderReport(fused, split, activations)
+    return BlockOrderReport(fused, split, activations, read_block_order_of_experts(model, finest_tp))
 
 
 def qkv_blocks(layer: QKVParallelLinear, finest_tp: int) -> QkvBlocks:

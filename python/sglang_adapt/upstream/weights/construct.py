@@ -15,7 +15,11 @@ from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
 
-_METHODS: tuple[Any, ...] = (unquant.UnquantizedLinearMethod, unquant.UnquantizedEmbeddingMethod)
+_METHODS: tuple[Any, ...] = (
+    unquant.UnquantizedLinearMethod,
+    unquant.UnquantizedEmbeddingMethod,
+    unquant.UnquantizedFusedMoEMethod,
+)
 
 
 @contextmanager

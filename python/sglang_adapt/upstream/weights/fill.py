@@ -18,6 +18,7 @@ from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.layers.moe.utils import initialize_moe_config
 from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
 from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
 from sglang.srt.runtime_context import get_parallel, publish
@@ -177,4 +178,5 @@ def _join_a_world_of_one(server_args: ServerArgs, model_config: ModelConfig, gpu
     )
     initialize_model_parallel(tensor_model_parallel_size=1)
     initialize_dp_attention(server_args, model_config)
+    initialize_moe_config(server_args)
     initialize_bf16_gemm_config(server_args)

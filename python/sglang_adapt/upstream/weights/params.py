@@ -13,11 +13,15 @@ from sglang.srt.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
 from sglang_adapt.upstream.weights.refusals import UnshareableError
 from sglang_adapt.weights import ExpectedParam, ParamKind, ShardSpec
+
+_EXPERT_PARAMS = {"w13_weight": (ParamKind.COLUMN, 1), "w2_weight": (ParamKind.ROW, 2)}
+"""Fused experts: `[experts, gate and up, hidden]` and `[experts, hidden, intermediate]`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,11 @@ def _sharding(name: str, module: nn.Module, attribute: str, tp_size: int) -> tup
         if attribute == "weight":
             return ParamKind.ROW, 1
         return ParamKind.REPLICATED, None
+    if isinstance(module, FusedMoE):
+        if module.moe_tp_size != tp_size:
+            raise UnshareableError(f"{name} is sharded over {module.moe_tp_size} ranks in an engine of {tp_size}")
+        if attribute in _EXPERT_PARAMS:
+            return _EXPERT_PARAMS[attribute]
     if isinstance(module, (RMSNorm, ReplicatedLinear)):
         return ParamKind.REPLICATED, None
     raise UnshareableError(
@@ -117,9 +126,11 @@ def describe_model(config: Any, architecture: str) -> str:
         architecture: name of the stock class.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    experts = getattr(config, "num_experts", None)
     return (
         f"{architecture} ({config.num_hidden_layers} layers of {config.hidden_size}, {config.num_attention_heads} "
-        f"query and {config.num_key_value_heads} KV heads of {head_dim}, vocabulary of {config.vocab_size})"
+        f"query and {config.num_key_value_heads} KV heads of {head_dim}, vocabulary of {config.vocab_size}"
+        f"{f', {experts} experts' if experts else ''})"
     )
 
 

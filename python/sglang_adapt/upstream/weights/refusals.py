@@ -9,7 +9,13 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 """Stock model classes whose parameters and fused outputs are known here."""
 
 WAY_OUT = (
@@ -30,6 +36,11 @@ _SETTINGS: tuple[tuple[str, Callable[[ServerArgs], bool], str], ...] = (
     (
         "expert parallelism (--ep-size)",
         lambda args: args.ep_size > 1,
+        "its ranks hold whole experts instead of parts of each",
+    ),
+    (
+        "an expert all-to-all (--moe-a2a-backend)",
+        lambda args: args.moe_a2a_backend != "none",
         "its ranks hold whole experts instead of parts of each",
     ),
     (
@@ -79,6 +90,11 @@ def check_shareable(server_args: ServerArgs, model_config: ModelConfig, tp_sizes
         if is_set(server_args):
             raise UnshareableError(f"{what} cannot be used on shared weights: {why}. {WAY_OUT}")
     check_model(model_config, max(tp_sizes))
+    if server_args.enable_torch_compile and getattr(model_config.hf_config, "num_experts", None):
+        raise UnshareableError(
+            f"--enable-torch-compile runs the experts of batches of one in code of its own, which reads gate and up in "
+            f"stock order. Leave it out. {WAY_OUT}"
+        )
 
 
 def check_model(model_config: ModelConfig, finest_tp: int) -> None:
@@ -109,8 +125,9 @@ def check_model(model_config: ModelConfig, finest_tp: int) -> None:
             f"{kv_heads} KV heads can be neither shared out to nor repeated on {finest_tp} ranks; lower the "
             f"largest TP size"
         )
-    if config.intermediate_size % finest_tp:
+    for size in (config.intermediate_size, getattr(config, "moe_intermediate_size", None)):
+        if size is None or size % finest_tp == 0:
+            continue
         raise UnshareableError(
-            f"an intermediate size of {config.intermediate_size} cannot be shared out to {finest_tp} ranks; lower "
-            f"the largest TP size"
+            f"an intermediate size of {size} cannot be shared out to {finest_tp} ranks; lower the largest TP size"
         )

@@ -60,17 +60,36 @@ def checkpoint_tensors(config: Any) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(f"{attention}.o_proj.weight", (hidden, q_size))
         if qkv_bias and not is_qwen2:
             yield CheckpointTensor(f"{attention}.o_proj.bias", (hidden,))
-        if config.model_type == "qwen3":
+        if config.model_type in ("qwen3", "qwen3_moe"):
             yield _norm(f"{attention}.q_norm.weight", head_dim)
             yield _norm(f"{attention}.k_norm.weight", head_dim)
-        yield CheckpointTensor(f"{mlp}.gate_proj.weight", (config.intermediate_size, hidden))
-        yield CheckpointTensor(f"{mlp}.up_proj.weight", (config.intermediate_size, hidden))
-        yield CheckpointTensor(f"{mlp}.down_proj.weight", (hidden, config.intermediate_size))
+        yield from _mlp(config, layer, mlp)
         yield _norm(f"model.layers.{layer}.input_layernorm.weight", hidden)
         yield _norm(f"model.layers.{layer}.post_attention_layernorm.weight", hidden)
     yield _norm("model.norm.weight", hidden)
     if not config.tie_word_embeddings:
         yield CheckpointTensor("lm_head.weight", (config.vocab_size, hidden), std=_HEAD_STD)
+
+
+def _mlp(config: Any, layer: int, prefix: str) -> Iterator[CheckpointTensor]:
+    """A dense MLP, or the experts and the router of a sparse one."""
+    hidden = config.hidden_size
+    names, size = [prefix], config.intermediate_size
+    is_sparse = (
+        config.model_type == "qwen3_moe"
+        and layer not in config.mlp_only_layers
+        and (layer + 1) % config.decoder_sparse_step == 0
+    )
+    if is_sparse:
+        names, size = (
+            [f"{prefix}.experts.{expert}" for expert in range(config.num_experts)],
+            config.moe_intermediate_size,
+        )
+        yield CheckpointTensor(f"{prefix}.gate.weight", (config.num_experts, hidden))
+    for name in names:
+        yield CheckpointTensor(f"{name}.gate_proj.weight", (size, hidden))
+        yield CheckpointTensor(f"{name}.up_proj.weight", (size, hidden))
+        yield CheckpointTensor(f"{name}.down_proj.weight", (hidden, size))
 
 
 def _norm(name: str, size: int) -> CheckpointTensor:
