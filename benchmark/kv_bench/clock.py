@@ -17,7 +17,7 @@ import torch
 from sglang_adapt.kv.lanes import Lane
 
 _PAUSE_CYCLES = 2_000_000
-_MOST_SPINS = 2_000_000
+_MOST_SPINS = 5_000_000
 
 
 class Clock:
@@ -63,6 +63,8 @@ class CudaClock(Clock):
         self._section, self._round = 0, 0
         self._failed = torch.zeros(1, dtype=torch.int32, device=lane.device)
         self._address = torch.zeros(1, dtype=torch.int64, device=lane.device)
+        own = torch.zeros(1, dtype=torch.int32, device=lane.device)
+        self._launch(torch.tensor([own.data_ptr()], dtype=torch.int64, device=lane.device), 1)  # compiles it
         self.section(0, barrier)
 
     def section(self, number: int, barrier: Barrier) -> None:
@@ -92,8 +94,11 @@ class CudaClock(Clock):
         torch.cuda.synchronize()
 
     def rendezvous(self) -> None:
+        self._round += 1
+        self._launch(self._address, self._round * self._gpus)
+
+    def _launch(self, address: torch.Tensor, target: int) -> None:
         from kv_bench.rendezvous import rendezvous_kernel
 
-        self._round += 1
         kernel: Any = rendezvous_kernel[(1,)]
-        kernel(self._address, self._failed, self._round * self._gpus, _MOST_SPINS)
+        kernel(address, self._failed, target, _MOST_SPINS)
