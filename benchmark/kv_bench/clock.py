@@ -60,7 +60,7 @@ class CudaClock(Clock):
         """`counters` is zeroed memory of one GPU that all of them map, one int32 for each section."""
         super().__init__(barrier)
         self._lane, self._counters, self._gpus = lane, counters, gpus
-        self._section, self._round = 0, 0
+        self._round = 0
         self._failed = torch.zeros(1, dtype=torch.int32, device=lane.device)
         self._address = torch.zeros(1, dtype=torch.int64, device=lane.device)
         own = torch.zeros(1, dtype=torch.int32, device=lane.device)
@@ -70,6 +70,7 @@ class CudaClock(Clock):
     def section(self, number: int, barrier: Barrier) -> None:
         """Start counting afresh, in step with the other processes even after a failed section."""
         self._barrier, self._round = barrier, 0
+        self._failed.zero_()
         self._address.fill_(self._counters.data_ptr() + 4 * number)
         torch.cuda.synchronize()
 
