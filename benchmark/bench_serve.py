@@ -31,21 +31,30 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4, help="requests per unit of concurrency")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--virtual", action="store_true", help="virtual GPUs (no CUDA)")
+    parser.add_argument("--start-method", default="forkserver", help="for ours: --adapt-start-method")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/bench_serve.json"))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags for both servers")
     options = parser.parse_args()
     flags = [flag for flag in options.flags if flag != "--"]
     rows = []
-    with tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as temporary:
+        logs = options.logs or Path(temporary)
+        logs.mkdir(parents=True, exist_ok=True)
         for repeat in range(options.repeats):
             for layout in options.layouts:
-                systems = ["stock", "ours"] if repeat % 2 == 0 else ["ours", "stock"]
+                systems = ["ours", "stock"] if repeat % 2 == 0 else ["stock", "ours"]
                 for system in systems:
-                    rows += _measure(system, layout, flags, options, Path(logs), repeat)
+                    rows += _measure(system, layout, flags, options, logs, repeat)
     table = _table(rows, options)
     write_json(
         options.out,
-        {**environment(), "options": vars(options) | {"out": str(options.out)}, "rows": rows, "ratios": table},
+        {
+            **environment(),
+            "options": {name: str(value) for name, value in vars(options).items()},
+            "rows": rows,
+            "ratios": table,
+        },
     )
 
 
@@ -58,12 +67,18 @@ def _measure(
         own = ["--tp-size", str(tp), *(["--dp-size", str(len(engines))] if len(engines) > 1 else [])]
         module = "sglang.launch_server"
     else:
-        own = ["--adapt-layout", layout, *(["--adapt-virtual-gpus", str(options.gpus)] if options.virtual else [])]
+        own = [
+            "--adapt-layout",
+            layout,
+            "--adapt-start-method",
+            options.start_method,
+            *(["--adapt-virtual-gpus", str(options.gpus)] if options.virtual else []),
+        ]
         module = "sglang_adapt.launch_server"
     rows = []
     # On a CPU stock gets what ours sets itself: a thread a rank, and idle ranks that sleep.
     fair = {"OMP_NUM_THREADS": "1"} if options.virtual else {}
-    with Server(f"{system} {layout}", module, [*flags, *own], logs / f"{system}.log", fair) as server:
+    with Server(f"{system} {layout}", module, [*flags, *own], logs / f"{system}-tp{tp}-{repeat}.log", fair) as server:
         for concurrency in options.concurrency:
             requests = [Request(0, options.input_tokens, options.output_tokens)] * (options.requests * concurrency)
             # One round to warm up caches and graphs of these shapes, with other prompts.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import httpx
 import psutil
 import pytest
+
 from server import Server
 
 pytestmark = pytest.mark.engine

@@ -20,10 +20,10 @@ PROMPTS = [
     "The quick brown fox jumps over the lazy dog, and then",
     "Q: What is the capital of France?\nA:",
     "In the beginning there was a small village by the sea, where an old man lived with his daughter. " * 4,
-    "def add(a, b):",
     "ä",
 ]
-GREEDY = {"temperature": 0, "max_new_tokens": 24}
+NEW_TOKENS = 16
+GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
 
 
 def generate(server: Server, **body: Any) -> httpx.Response:
@@ -60,18 +60,20 @@ def answers(server: Server) -> dict[str, list[Any]]:
         "generate": [generate(server, text=prompt, sampling_params=GREEDY).json()["output_ids"] for prompt in PROMPTS],
         "stream": [streamed_ids(server, prompt) for prompt in PROMPTS],
         "completions": [
-            api.completions.create(model="m", prompt=prompt, temperature=0, max_tokens=24).choices[0].text
+            api.completions.create(model="m", prompt=prompt, temperature=0, max_tokens=NEW_TOKENS).choices[0].text
             for prompt in PROMPTS
         ],
         "completions stream": [
             "".join(
                 chunk.choices[0].text
-                for chunk in api.completions.create(model="m", prompt=prompt, temperature=0, max_tokens=24, stream=True)
+                for chunk in api.completions.create(
+                    model="m", prompt=prompt, temperature=0, max_tokens=NEW_TOKENS, stream=True
+                )
             )
             for prompt in PROMPTS
         ],
         "chat": [
-            api.chat.completions.create(model="m", messages=chat, temperature=0, max_tokens=24)
+            api.chat.completions.create(model="m", messages=chat, temperature=0, max_tokens=NEW_TOKENS)
             .choices[0]
             .message.content
             for chat in chats
@@ -80,7 +82,7 @@ def answers(server: Server) -> dict[str, list[Any]]:
             "".join(
                 chunk.choices[0].delta.content or ""
                 for chunk in api.chat.completions.create(
-                    model="m", messages=chat, temperature=0, max_tokens=24, stream=True
+                    model="m", messages=chat, temperature=0, max_tokens=NEW_TOKENS, stream=True
                 )
                 if chunk.choices
             )
@@ -95,7 +97,7 @@ def test_outputs_equal_stock(layout: str, ours: Callable[[str], Server], expecte
     assert set(got) == set(expected)
     for endpoint, texts in expected.items():
         assert got[endpoint] == texts, endpoint
-    assert all(len(ids) > 4 for ids in expected["generate"][:4])
+    assert all(len(ids) > 4 for ids in expected["generate"])
 
 
 def test_the_wanted_layout_is_the_one_that_serves(ours: Callable[[str], Server]) -> None:
@@ -106,7 +108,7 @@ def test_the_wanted_layout_is_the_one_that_serves(ours: Callable[[str], Server])
         "tp2@0-1": True,
     }
     loads = httpx.get(f"{ours('tp2').url}/v1/loads").json()["loads"]
-    worked = [load["dp_rank"] for load in loads if load["total_prefill_uncached_tokens"] > 1000]
+    worked = [load["dp_rank"] for load in loads if load["total_prefill_uncached_tokens"] > 100]
     # Slots are in the order of the engines' names above; only the active one has done more than its warm-up.
     assert worked == [2]
 

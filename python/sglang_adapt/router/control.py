@@ -30,16 +30,18 @@ class ControlFanOut:
         self._reply_tags = reply_tags
         self._merge = merge
         self._answer = answer
+        self._order: dict[bytes, list[str]] = {}
         self._waiting: dict[bytes, set[str]] = {}
         self._replies: dict[bytes, dict[str, bytes]] = {}
         self._asked: dict[bytes, bytes] = {}
 
     def open(self, tag: bytes, request: bytes, engines: Iterable[str]) -> None:
-        """A request of kind `tag` was sent to `engines`."""
+        """A request of kind `tag` was sent to `engines`, the preferred ones first."""
         reply = self._reply_tags.get(tag)
         if reply is None:
             return
-        self._waiting[reply] = set(engines)
+        self._order[reply] = list(engines)
+        self._waiting[reply] = set(self._order[reply])
         self._replies[reply] = {}
         self._asked[reply] = request
 
@@ -65,11 +67,13 @@ class ControlFanOut:
         orphans = [tag for tag, waiting in self._waiting.items() if not waiting and not self._replies[tag]]
         for tag in orphans:
             self._waiting[tag].add(engine)
+            self._order[tag] = [engine]
         return [self._asked[tag] for tag in orphans]
 
     def _finish(self, tag: bytes) -> None:
         replies = self._replies[tag]
         if self._waiting[tag] or not replies:
             return
-        del self._waiting[tag], self._replies[tag], self._asked[tag]
-        self._answer(self._merge(replies))
+        in_order = {engine: replies[engine] for engine in self._order[tag] if engine in replies}
+        del self._order[tag], self._waiting[tag], self._replies[tag], self._asked[tag]
+        self._answer(self._merge(in_order))
