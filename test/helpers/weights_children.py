@@ -24,6 +24,24 @@ def layout_of(model: Path, finest_tp: int) -> Manifest:
     return filler_of(model, finest_tp).layout()
 
 
+def layout_of_online_fp8(model: Path) -> Manifest:
+    """The layout of a model that stock would quantise while loading it."""
+    return filler_of(model, 2, quantization="fp8", dtype="bfloat16").layout()
+
+
+def fill_without(model: Path, suffix: str, folder: Path) -> None:
+    """Fill a store from a checkpoint from which the tensors with a suffix are missing."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    file = folder / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(suffix)}
+    save_file(kept, file, metadata={"format": "pt"})
+    contents(folder, 2, "auto")
+
+
 def contents(model: Path, finest_tp: int, load_format: str) -> dict[str, np.ndarray]:
     """Fill a store and return its parameters by name (as arrays: tensors would need this process to live on)."""
     filler = filler_of(model, finest_tp, load_format=load_format)
@@ -95,3 +113,73 @@ def bind_then_replace_a_weight(model: Path, handle: WeightsHandle) -> None:
         norm = network.model.norm
         norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
         assert_owns_no_weights(network, store)
+
+
+def block_fp8_linear(
+    input: Any, weight: Any, block_size: list[int], weight_scale: Any, input_scale: Any = None, bias: Any = None
+) -> torch.Tensor:
+    """Stock's Triton kernel for block-wise FP8 in plain PyTorch, without quantising the input: for a CPU."""
+    scale = weight_scale.repeat_interleave(block_size[0], 0).repeat_interleave(block_size[1], 1)
+    return torch.nn.functional.linear(input, weight.to(input.dtype) * scale, bias)
+
+
+def allow_float32_with_fp8() -> None:
+    """Let stock run block-wise FP8 in float32 on a CPU, where results can be equal to the last bit."""
+    from sglang.srt.layers.quantization import fp8_utils
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    fp8_utils.triton_w8a8_block_fp8_linear = block_fp8_linear
+    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+
+
+def compare_with_stock(model: Path, finest_tp: int) -> dict[str, Any]:
+    """Fill a store, bind models to it and compare them with models that stock has loaded itself.
+
+    Returns names of parameters, and of steps of layers, that differ; and how many were compared.
+    """
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    from sglang_adapt.upstream.weights.bind import bind_views
+    from sglang_adapt.upstream.weights.construct import build_model
+    from sglang_adapt.upstream.weights.fill import _as_rank
+
+    allow_float32_with_fp8()
+    filler = filler_of(model, finest_tp)
+    config, load_config, cpu = filler._model_config, filler._load_config, torch.device("cpu")
+    differing: list[str] = []
+    compared = 0
+
+    def compare(what: str, ours: torch.Tensor, stock: torch.Tensor) -> None:
+        nonlocal compared
+        compared += 1
+        if ours.shape != stock.shape or not torch.equal(ours, stock):
+            differing.append(what)
+
+    def pair(rank: int, tp_size: int, store: WeightStore) -> tuple[Any, Any]:
+        with _as_rank(rank, tp_size):
+            loader = DefaultModelLoader(load_config)
+            stock = loader.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
+            ours = build_model(config, load_config, cpu)
+            bind_views(ours, store, rank, tp_size)
+        return ours, stock
+
+    with WeightStore.create(filler.layout(), "cpu") as owned, torch.no_grad():
+        filler.fill(owned)
+        with WeightStore.open(owned.handle) as store:
+            for rank in range(finest_tp):
+                ours, stock = pair(rank, finest_tp, store)
+                theirs = dict(stock.named_parameters())
+                for name, param in ours.named_parameters():
+                    compare(f"rank {rank} {name}", param.float(), theirs[name].float())
+            ours, stock = pair(0, 1, store)
+            hidden = torch.randn(7, config.hf_config.hidden_size, generator=torch.Generator().manual_seed(0))
+            with _as_rank(0, 1):
+                for index, (a, b) in enumerate(zip(ours.model.layers, stock.model.layers, strict=True)):
+                    if hasattr(b.self_attn, "forward_prepare_native"):
+                        x = a.self_attn.forward_prepare_native(torch.arange(7), hidden)
+                        y = b.self_attn.forward_prepare_native(torch.arange(7), hidden)
+                        for part, mine, theirs_ in zip("qkv", x, y, strict=True):
+                            compare(f"layer {index} {part}", mine, theirs_)
+                    compare(f"layer {index} mlp", a.mlp(hidden), b.mlp(hidden))
+    return {"differing": differing, "compared": compared}

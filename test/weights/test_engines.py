@@ -21,7 +21,14 @@ pytestmark = pytest.mark.engine
 FINEST_TP = 4
 NEW_TOKENS = 24
 PROMPTS = [[random.Random(length).randrange(2, 500) for _ in range(length)] for length in (1, 5, 33, 150)]
-DEFAULT = {("llama_tied", 1), ("llama_tied", 4), ("qwen2", 1), ("qwen3", 2), ("qwen3_moe", 1), ("qwen3_moe", 2)}
+DEFAULT = {
+    ("llama_tied", 1),
+    ("llama_tied", 4),
+    ("qwen2", 1),
+    ("qwen3", 2),
+    ("qwen3_moe", 1),
+    ("qwen3_moe", 2),
+}
 
 Keeper = Callable[..., KeeperHandle]
 Model = Callable[[str], Path]
@@ -32,6 +39,7 @@ def _cases() -> list[Any]:
         pytest.param(name, tp, marks=() if (name, tp) in DEFAULT else pytest.mark.full)
         for name in MODELS
         for tp in (1, 2, 4)
+        if not MODELS[name].block_fp8
     ]
 
 
@@ -68,7 +76,7 @@ def test_views_give_stock_outputs(
     own = stock(name, tp_size)
     assert [output.ids for output in shared] == [output.ids for output in own]
     assert [output.logprobs for output in shared] == [output.logprobs for output in own]
-    assert len({token for output in own for token in output.ids}) > NEW_TOKENS, "the model says something"
+    assert len({token for output in own for token in output.ids}) > NEW_TOKENS / 2, "the model says something"
 
 
 def test_reading_the_block_order_as_stock_order_gives_other_outputs(

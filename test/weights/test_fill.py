@@ -105,6 +105,26 @@ def test_a_model_that_does_not_fit_is_refused_by_parameter(
         in_child(context, children.bind, model(name), handle, tp_size, built_for, changes)
 
 
+@pytest.mark.parametrize("name", ["qwen3_fp8", "qwen2_fp8", "qwen3"])
+def test_shards_and_steps_of_layers_are_those_of_stock(context: ForkServerContext, model: Model, name: str) -> None:
+    found = in_child(context, children.compare_with_stock, model(name), 2)
+    assert not found["differing"]
+    # Two layers of at least six parameters on two ranks, and at least a step each.
+    assert found["compared"] > 2 * (2 * 6 + 1)
+
+
+def test_a_tensor_that_the_checkpoint_lacks_is_named(context: ForkServerContext, model: Model, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"nothing was loaded for model\.layers\.0\.mlp\.down_proj\.weight"):
+        in_child(context, children.fill_without, model("llama"), ".down_proj.weight", tmp_path / "part")
+
+
+def test_fp8_of_other_kinds_and_off_block_borders_is_refused(context: ForkServerContext, model: Model) -> None:
+    with pytest.raises(RuntimeError, match=r"a shard of KV heads has 64 rows at TP 4, .* blocks of 128"):
+        in_child(context, children.layout_of, model("qwen3_fp8"), 4)
+    with pytest.raises(RuntimeError, match=r"quantised \(fp8\)"):
+        in_child(context, children.layout_of_online_fp8, model("qwen3"))
+
+
 def test_a_weight_outside_the_store_is_found(context: ForkServerContext, model: Model, keeper: Keeper) -> None:
     handle = keeper("llama_tied", 4).weights
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight \(1024 bytes on cpu\) is not a view"):

@@ -28,7 +28,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def model(architecture: str = "LlamaForCausalLM", quantization: str | None = None, **config: int) -> SimpleNamespace:
+MANY_HEADS = {"num_attention_heads": 128}
+
+
+def model(architecture: str = "LlamaForCausalLM", quantization: str | None = None, **config: Any) -> SimpleNamespace:
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336} | config
     hf_config = SimpleNamespace(architectures=[architecture], **sizes)
     return SimpleNamespace(
@@ -96,6 +99,16 @@ def test_unknown_models_and_quantised_ones_are_refused() -> None:
 def test_sizes_that_do_not_divide_are_named(config: dict[str, int], tp_sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(UnshareableError, match=f"{message}; lower the largest TP size"):
         check(model(**config), tp_sizes)
+
+
+def test_block_fp8_is_shared_for_the_models_whose_scales_stock_loads() -> None:
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    sizes = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600}
+    check(model("Qwen3ForCausalLM", "fp8", quantization_config=settings, **sizes), (1, 2, 4, 8))
+    with pytest.raises(UnshareableError, match=r"block-wise FP8 .* not for LlamaForCausalLM"):
+        check(model("LlamaForCausalLM", "fp8", quantization_config=settings, **sizes))
+    with pytest.raises(UnshareableError, match="an intermediate size has 200 rows at TP 128"):
+        check(model("Qwen3ForCausalLM", "fp8", quantization_config=settings, **sizes | MANY_HEADS), (1, 128))
 
 
 def test_compiled_experts_are_refused() -> None:

@@ -19,6 +19,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.moe.utils import initialize_moe_config
+from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
 from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
 from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
 from sglang.srt.runtime_context import get_parallel, publish
@@ -101,7 +102,7 @@ class StoreFiller:
             progress: called every few tensors.
 
         Raises:
-            RuntimeError: a loader put weights elsewhere than into the store; names the parameter.
+            RuntimeError: a loader put weights elsewhere than into the store, or left some out; names the parameter.
             Exception: whatever stock's loader raises.
         """
         for rank in range(self._finest_tp):
@@ -117,6 +118,7 @@ class StoreFiller:
             if progress is not None:
                 total = store.manifest.nbytes
                 progress(total * (rank + 1) // self._finest_tp, total)
+        assert_all_written(store)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._gpu_id)
             torch.cuda.empty_cache()
@@ -131,12 +133,25 @@ class StoreFiller:
         """Hand stock's loaders a model whose parameters are views where they make one themselves."""
 
         def initialize_model(model_config: ModelConfig, load_config: LoadConfig, *args: Any) -> nn.Module:
-            bind_views(model, store, rank, self._finest_tp)
+            bind_views(model, store, rank, self._finest_tp, filling=True)
             return model
 
         model = build_model(self._model_config, self._load_config, self._device)
         with patch(f"{_MODEL_LOADER}._initialize_model", initialize_model):
             yield
+
+
+def assert_all_written(store: WeightStore) -> None:
+    """Raise RuntimeError if a matrix of a filled store is all zeros.
+
+    Stock passes over names in a checkpoint that it does not know, and parameters that no name was found for.
+    """
+    for entry in store.manifest.entries:
+        if len(entry.shape) > 1 and not bool(store.full(entry.name).view(torch.uint8).any()):
+            raise RuntimeError(
+                f"nothing was loaded for {entry.name}: the checkpoint has no tensor for it under a name that stock's "
+                f"loader of this model knows"
+            )
 
 
 def _report_reading(loader: DefaultModelLoader, total: int, rank: int, passes: int, progress: ProgressCallback) -> None:
@@ -180,3 +195,4 @@ def _join_a_world_of_one(server_args: ServerArgs, model_config: ModelConfig, gpu
     initialize_dp_attention(server_args, model_config)
     initialize_moe_config(server_args)
     initialize_bf16_gemm_config(server_args)
+    initialize_fp8_gemm_config(server_args)

@@ -14,11 +14,15 @@ from sglang.srt.layers.linear import (
     RowParallelLinear,
 )
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
 
 from sglang_adapt.upstream.weights.refusals import UnshareableError
 from sglang_adapt.weights import ExpectedParam, ParamKind, ShardSpec
+
+BLOCK_SCALE = "weight_scale_inv"
+"""A block-wise FP8 weight's scales, one for each block of rows and columns; sharded as the weight is."""
 
 _EXPERT_PARAMS = {"w13_weight": (ParamKind.COLUMN, 1), "w2_weight": (ParamKind.ROW, 2)}
 """Fused experts: `[experts, gate and up, hidden]` and `[experts, hidden, intermediate]`."""
@@ -42,6 +46,10 @@ class ModelParam:
     @property
     def module(self) -> nn.Module:
         return self.owners[0][0]
+
+    @property
+    def attribute(self) -> str:
+        return self.owners[0][1]
 
     @property
     def param(self) -> nn.Parameter:
@@ -79,7 +87,7 @@ def _sharding(name: str, module: nn.Module, attribute: str, tp_size: int) -> tup
             )
         if not isinstance(module, RowParallelLinear):
             return ParamKind.COLUMN, 0
-        if attribute == "weight":
+        if attribute in ("weight", BLOCK_SCALE):
             return ParamKind.ROW, 1
         return ParamKind.REPLICATED, None
     if isinstance(module, FusedMoE):
@@ -87,7 +95,7 @@ def _sharding(name: str, module: nn.Module, attribute: str, tp_size: int) -> tup
             raise UnshareableError(f"{name} is sharded over {module.moe_tp_size} ranks in an engine of {tp_size}")
         if attribute in _EXPERT_PARAMS:
             return _EXPERT_PARAMS[attribute]
-    if isinstance(module, (RMSNorm, ReplicatedLinear)):
+    if isinstance(module, (RMSNorm, ReplicatedLinear, RadixAttention)):
         return ParamKind.REPLICATED, None
     raise UnshareableError(
         f"{name} belongs to a layer of type {type(module).__name__}, of which it is not known how to share it"
@@ -109,10 +117,12 @@ def expected_param(param: ModelParam, finest_tp: int) -> ExpectedParam:
     tensor, module = param.param, param.module
     shape = list(tensor.shape)
     if isinstance(module, QKVParallelLinear):
+        block_rows = module.quant_method.weight_block_size[0] if param.attribute == BLOCK_SCALE else 1
         blocks = finest_tp // module.tp_size
         heads = module.total_num_heads // finest_tp
         kv_heads = max(1, module.total_num_kv_heads // finest_tp)
-        shape[0] = blocks * ((heads + kv_heads) * module.head_size + kv_heads * module.v_head_size)
+        rows = (heads + kv_heads) * module.head_size + kv_heads * module.v_head_size
+        shape[0] = blocks * rows // block_rows
     return ExpectedParam(param.name, param.kind, tuple(shape), tensor.dtype)
 
 

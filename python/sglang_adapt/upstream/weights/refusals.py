@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -17,6 +17,9 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 """Stock model classes whose parameters and fused outputs are known here."""
+
+BLOCK_FP8_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Those of them for which stock loads the scales of block-wise FP8 checkpoints (not Llama's: models/llama.py)."""
 
 WAY_OUT = (
     "Give --adapt-tp-sizes a single value: with one TP size nothing is shared and it is served as stock sglang does"
@@ -109,12 +112,9 @@ def check_model(model_config: ModelConfig, finest_tp: int) -> None:
             f"the model is a {', '.join(names) or 'model of no named architecture'}; weights can be shared "
             f"between TP sizes for {', '.join(ARCHITECTURES)}. {WAY_OUT}"
         )
-    if model_config.quantization is not None:
-        raise UnshareableError(
-            f"the weights are quantised ({model_config.quantization}), and their packing differs between TP "
-            f"sizes. Use an unquantised checkpoint, or one TP size. {WAY_OUT}"
-        )
     config = model_config.hf_config
+    if model_config.quantization is not None:
+        _check_quantisation(config, model_config.quantization)
     heads, kv_heads = config.num_attention_heads, model_config.get_total_num_kv_heads()
     if heads % finest_tp:
         raise UnshareableError(
@@ -126,8 +126,41 @@ def check_model(model_config: ModelConfig, finest_tp: int) -> None:
             f"largest TP size"
         )
     for size in (config.intermediate_size, getattr(config, "moe_intermediate_size", None)):
-        if size is None or size % finest_tp == 0:
-            continue
+        if size is not None and size % finest_tp:
+            raise UnshareableError(
+                f"an intermediate size of {size} cannot be shared out to {finest_tp} ranks; lower the largest TP size"
+            )
+    if model_config.quantization is not None:
+        _check_block_borders(config, kv_heads, finest_tp)
+
+
+def _check_quantisation(config: Any, method: str) -> None:
+    """Refuse every quantisation but block-wise FP8 of dense layers."""
+    settings = getattr(config, "quantization_config", None) or {}
+    if method != "fp8" or not settings.get("weight_block_size"):
         raise UnshareableError(
-            f"an intermediate size of {size} cannot be shared out to {finest_tp} ranks; lower the largest TP size"
+            f"the weights are quantised ({method}), and what a rank has of them differs between TP sizes. Use a "
+            "checkpoint that is not quantised, or one in block-wise FP8 (with weight_block_size in its "
+            f"configuration). {WAY_OUT}"
         )
+    if not any(name in BLOCK_FP8_ARCHITECTURES for name in config.architectures):
+        raise UnshareableError(
+            f"block-wise FP8 weights can be shared for {', '.join(BLOCK_FP8_ARCHITECTURES)}, not for "
+            f"{', '.join(config.architectures)}; use a checkpoint that is not quantised. {WAY_OUT}"
+        )
+
+
+def _check_block_borders(config: Any, kv_heads: int, finest_tp: int) -> None:
+    """Check that shards of block-wise FP8 weights end where blocks end."""
+    block = max(config.quantization_config["weight_block_size"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for what, size in (
+        ("query heads", config.num_attention_heads // finest_tp * head_dim),
+        ("KV heads", max(1, kv_heads // finest_tp) * head_dim),
+        ("an intermediate size", config.intermediate_size // finest_tp),
+    ):
+        if size % block:
+            raise UnshareableError(
+                f"a shard of {what} has {size} rows at TP {finest_tp}, which is no multiple of the FP8 blocks of "
+                f"{block}; lower the largest TP size"
+            )

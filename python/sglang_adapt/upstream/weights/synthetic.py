@@ -8,8 +8,8 @@ them up. `SyntheticLoader` does that for a stock engine as well: give its class 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,23 +24,25 @@ _STD = 0.02
 _EMBEDDING_STD = 1.0
 _HEAD_STD = 0.04
 _NORM_STD = 0.1
+_FP8_STD = 64.0
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """One tensor of a checkpoint: values are drawn from a normal distribution."""
+    """One tensor of a checkpoint: values are drawn from a normal distribution, in the model's dtype or in `dtype`."""
 
     name: str
     shape: tuple[int, ...]
     mean: float = 0.0
     std: float = _STD
+    dtype: torch.dtype | None = None
 
     def draw(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The tensor; equal on every device of a kind."""
+        """The tensor, in its own dtype or else in `dtype`; equal on every device of a kind."""
         generator = torch.Generator(device=device)
         generator.manual_seed(zlib.crc32(self.name.encode()))
         values = torch.empty(self.shape, dtype=dtype, device=device)
-        return values.normal_(self.mean, self.std, generator=generator)
+        return values.normal_(self.mean, self.std, generator=generator).to(self.dtype or dtype)
 
 
 def checkpoint_tensors(config: Any) -> Iterator[CheckpointTensor]:
@@ -63,7 +65,7 @@ def checkpoint_tensors(config: Any) -> Iterator[CheckpointTensor]:
         if config.model_type in ("qwen3", "qwen3_moe"):
             yield _norm(f"{attention}.q_norm.weight", head_dim)
             yield _norm(f"{attention}.k_norm.weight", head_dim)
-        yield from _mlp(config, layer, mlp)
+        yield from _mlp(config, mlp)
         yield _norm(f"model.layers.{layer}.input_layernorm.weight", hidden)
         yield _norm(f"model.layers.{layer}.post_attention_layernorm.weight", hidden)
     yield _norm("model.norm.weight", hidden)
@@ -71,16 +73,11 @@ def checkpoint_tensors(config: Any) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor("lm_head.weight", (config.vocab_size, hidden), std=_HEAD_STD)
 
 
-def _mlp(config: Any, layer: int, prefix: str) -> Iterator[CheckpointTensor]:
-    """A dense MLP, or the experts and the router of a sparse one."""
+def _mlp(config: Any, prefix: str) -> Iterator[CheckpointTensor]:
+    """A dense MLP, or the experts and the router of a sparse one (all layers of such a model are, in stock)."""
     hidden = config.hidden_size
     names, size = [prefix], config.intermediate_size
-    is_sparse = (
-        config.model_type == "qwen3_moe"
-        and layer not in config.mlp_only_layers
-        and (layer + 1) % config.decoder_sparse_step == 0
-    )
-    if is_sparse:
+    if config.model_type == "qwen3_moe":
         names, size = (
             [f"{prefix}.experts.{expert}" for expert in range(config.num_experts)],
             config.moe_intermediate_size,
@@ -90,6 +87,17 @@ def _mlp(config: Any, layer: int, prefix: str) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(f"{name}.gate_proj.weight", (size, hidden))
         yield CheckpointTensor(f"{name}.up_proj.weight", (size, hidden))
         yield CheckpointTensor(f"{name}.down_proj.weight", (hidden, size))
+
+
+def _in_block_fp8(tensor: CheckpointTensor, block: Sequence[int] | None) -> Iterator[CheckpointTensor]:
+    """A tensor as it is; a linear layer's weight in a block-wise FP8 checkpoint with its scales."""
+    if block is None or not tensor.name.endswith("_proj.weight"):
+        yield tensor
+        return
+    rows, columns = (-(-size // step) for size, step in zip(tensor.shape, block, strict=True))
+    yield replace(tensor, std=_FP8_STD, dtype=torch.float8_e4m3fn)
+    scale = tensor.std / _FP8_STD
+    yield CheckpointTensor(f"{tensor.name}_scale_inv", (rows, columns), mean=scale, std=scale / 10, dtype=torch.float32)
 
 
 def _norm(name: str, size: int) -> CheckpointTensor:
@@ -108,5 +116,7 @@ class SyntheticLoader(DefaultModelLoader):
     def _get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
         check_model(model_config, 1)
         device = next(model.parameters()).device
-        for tensor in checkpoint_tensors(model_config.hf_config):
-            yield tensor.name, tensor.draw(model_config.dtype, device)
+        settings = getattr(model_config.hf_config, "quantization_config", None) or {}
+        for plain in checkpoint_tensors(model_config.hf_config):
+            for tensor in _in_block_fp8(plain, settings.get("weight_block_size")):
+                yield tensor.name, tensor.draw(model_config.dtype, device)
