@@ -28,12 +28,12 @@ os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
 
 import uvloop
 import zmq
-from load import read_trace
-from server import environment, write_json
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from load import read_trace
+from server import environment, write_json
 from sglang_adapt.core.layout import uniform_layout
 from sglang_adapt.router.engine import Engine
 from sglang_adapt.router.router import Outlets, Router
@@ -155,7 +155,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs, profile, megabytes = measure(options, Path(folder))
     best = {system: max(run["rps"] for run in runs if run["system"] == system) for system in ("stock", "ours")}
-    print(f"ours {best['ours']:,.0f} req/s, stock {best['stock']:,.0f} req/s, ratio {best['ours'] / best['stock']:.2f}; ", end="")
+    print(
+        f"ours {best['ours']:,.0f} req/s, stock {best['stock']:,.0f} req/s, ratio {best['ours'] / best['stock']:.2f}; ",
+        end="",
+    )
     print(f"goal {NITSUM_RPS:,} req/s: {best['ours'] / NITSUM_RPS:.2f} of it; {megabytes:.0f} MB of messages")
     if profile:
         print(profile)

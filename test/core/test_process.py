@@ -35,9 +35,7 @@ time.sleep(60)
 def test_run_dir_is_private_and_those_of_killed_runs_are_swept(short_tmp: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(short_tmp)}
     killed, alive = (
-        subprocess.Popen(
-            [sys.executable, "-c", _HOLDER], stdout=subprocess.PIPE, text=True, env=environment
-        )
+        subprocess.Popen([sys.executable, "-c", _HOLDER], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
     )
     try:

@@ -87,7 +87,8 @@ def test_broken_json(content: bytes, path: str, ours: Callable[[str], Server], s
         for server in (ours("tp1"), stock)
     )
     assert got == want
-    assert 400 <= got < 500
+    # Stock answers 500 to a chat request whose whole body is `null`.
+    assert got >= 400
 
 
 def test_ten_megabytes(ours: Callable[[str], Server], stock: Server) -> None:

@@ -93,7 +93,8 @@ class RefuseTokensOutsideVocabulary(Patch):
             return
         position, token = next((i, token) for i, token in enumerate(input_ids) if not 0 <= token < vocab)
         raise ValueError(
-            f"The token id {token} at position {position} of the input is not in the model's vocabulary (0 to {vocab - 1})."
+            f"The token id {token} at position {position} of the input is not in the model's vocabulary "
+            f"(0 to {vocab - 1})."
         )
 
 

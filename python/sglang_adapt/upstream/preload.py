@@ -7,7 +7,6 @@ here may start a thread or initialise CUDA, because neither survives a fork.
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import warnings
 
@@ -40,6 +39,3 @@ gc.freeze()
 # The library finds the memory for titles at its first call, and no more after the environment has been changed,
 # which forked processes do.
 setproctitle.setproctitle("sglang_adapt::forkserver")
-
-
-

@@ -1,0 +1,84 @@
+"""Our ASGI layer around a stand-in for stock's app."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from sglang_adapt.core.messages import EngineStatus, RouterStatus
+from sglang_adapt.front.asgi import AdaptLayer
+
+
+def status(*states: str) -> RouterStatus:
+    engines = [EngineStatus(f"tp1@{i}", state, True, 0, 0, [i]) for i, state in enumerate(states)]
+    return RouterStatus(layout="tp1@0,tp1@1", engines=engines)
+
+
+class Link:
+    """What the router says, as told by the test."""
+
+    def __init__(self, status: RouterStatus | None) -> None:
+        self.status = status
+
+    async def ask(self) -> RouterStatus | None:
+        return self.status
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers 503 on /generate and 200 elsewhere, with the path as the body."""
+    code = 503 if scope["path"] == "/generate" else 200
+    await send({"type": "http.response.start", "status": code, "headers": []})
+    await send({"type": "http.response.body", "body": scope["path"].encode()})
+
+
+def ask(said: RouterStatus | None, method: str, path: str) -> httpx.Response:
+    layer = AdaptLayer(app, Link(said), 1.0, lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
+
+    async def run() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(layer), base_url="http://test") as client:
+            return await client.request(method, path)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "word"),
+    [
+        (status("ready", "ready"), 200, "ok"),
+        (status("ready", "dead"), 200, "degraded"),
+        (status("dead", "starting"), 503, "no_engine"),
+        (None, 503, "no_engine"),
+    ],
+)
+def test_health(said: RouterStatus | None, code: int, word: str) -> None:
+    answer = ask(said, "GET", "/health")
+    assert (answer.status_code, answer.json()["status"]) == (code, word)
+    assert ask(said, "GET", "/ready").status_code == code
+
+
+def test_work_is_refused_without_an_engine_in_the_shape_of_its_route() -> None:
+    openai = ask(status("dead", "dead"), "POST", "/v1/chat/completions")
+    assert openai.status_code == 503
+    assert openai.json()["error"]["code"] == "no_engine"
+    native = ask(status("dead", "dead"), "POST", "/generate")
+    assert native.json()["code"] == "no_engine"
+    assert openai.headers["retry-after"] == native.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/model_info"), ("POST", "/flush_cache")])
+def test_what_is_not_work_passes(method: str, path: str) -> None:
+    answer = ask(status("dead", "dead"), method, path)
+    assert (answer.status_code, answer.text) == (200, path)
+
+
+def test_stocks_own_503_gets_retry_after() -> None:
+    answer = ask(status("ready"), "POST", "/generate")
+    assert (answer.status_code, answer.text) == (503, "/generate")
+    assert answer.headers["retry-after"] == "1"
+
+
+def test_engines_route() -> None:
+    body = ask(status("ready", "dead"), "GET", "/adapt/engines").json()
+    assert [(engine["name"], engine["state"]) for engine in body["engines"]] == [("tp1@0", "ready"), ("tp1@1", "dead")]

@@ -1,0 +1,88 @@
+"""The command line: what is accepted, what is refused, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sglang_adapt.core.layout import LayoutError
+from sglang_adapt.demo import demo_model_path
+from sglang_adapt.front.settings import Settings, SettingsError, make_settings, split_argv
+from sglang_adapt.upstream.front import stock_parser
+
+
+def settings(*argv: str) -> Settings:
+    return make_settings(argv, "/nowhere")
+
+
+def test_defaults_serve_the_demo_model_on_two_virtual_gpus() -> None:
+    made = settings()
+    assert made.config.tp_sizes == (1, 2)
+    assert str(made.config.layout) == "tp1@0,tp1@1"
+    assert [engine.name for engine in made.config.candidates] == ["tp1@0", "tp1@1", "tp2@0-1"]
+    for tp, args in made.server_args.items():
+        assert args.tp_size == tp
+        assert Path(args.model_path) == demo_model_path()
+        assert args.sleep_on_idle
+        assert args.dtype == "float32"
+        assert args.max_total_tokens == 32768
+    assert made.server_args[1].random_seed == made.server_args[2].random_seed
+
+
+def test_stock_flags_pass_unchanged() -> None:
+    made = settings("--max-total-tokens", "1000", "--dtype", "bfloat16", "--schedule-policy", "fcfs", "--port", "1234")
+    for args in made.server_args.values():
+        assert (args.max_total_tokens, args.dtype, args.schedule_policy, args.port) == (1000, "bfloat16", "fcfs", 1234)
+
+
+def test_tp_size_chooses_the_layout() -> None:
+    assert str(settings("--tp-size", "2").config.layout) == "tp2@0-1"
+    made = settings("--adapt-virtual-gpus", "4", "--adapt-layout", "tp2@2-3,tp1@0,tp1@1")
+    assert str(made.config.layout) == "tp1@0,tp1@1,tp2@2-3"
+    assert made.config.tp_sizes == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--adapt-layout", "tp2@0-1,tp1@1"], "both use GPU 1; a valid layout here is tp1@0,tp1@1"),
+        (["--adapt-layout", "tp1@0"], "no engine uses GPU 1; a valid layout here is"),
+        (["--adapt-layout", "tp2@1-2", "--adapt-virtual-gpus", "4"], "starts at a multiple of 2"),
+        (["--adapt-layout", "tp4@0-3"], "TP size 4 is not among --adapt-tp-sizes 1, 2"),
+        (["--adapt-layout", "tp1@0,tp1@1,tp1@2"], "GPU 2 does not exist"),
+        (["--adapt-layout", "nonsense"], "is not an engine"),
+        (["--adapt-tp-sizes", "3", "--adapt-virtual-gpus", "3"], "3 does not divide the model's 8 attention heads"),
+        (["--adapt-tp-sizes", "4"], "4 does not divide the 2 GPUs"),
+        (["--adapt-tp-sizes", "1,x"], "write TP sizes separated by commas"),
+        (["--adapt-virtual-gpus", "0"], "is not positive"),
+        (["--adapt-virtual-gpus", "two"], "invalid int value"),
+        (["--adapt-restart-limit", "-1"], "is negative"),
+        (["--adapt-drain-timeout", "soon"], "invalid float value"),
+        (["--adapt-start-method", "fork"], "invalid choice"),
+        (["--adapt-no-such-flag"], "--adapt-no-such-flag is not a flag; sglang_adapt knows --adapt-drain-timeout"),
+        (["--adapt-lay", "tp1@0"], "--adapt-lay is not a flag"),
+        (["--tp-size", "4"], "--tp-size 4 is not among the TP sizes 1, 2"),
+        (["--dp-size", "2"], "--dp-size 2 cannot be used with sglang_adapt: replicas are engines of the layout"),
+        (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num cannot be used"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_a_way_out(argv: list[str], text: str) -> None:
+    with pytest.raises((SettingsError, LayoutError)) as caught:
+        settings(*argv)
+    assert text in str(caught.value)
+
+
+def test_our_flags_are_read_before_sglang_is_loaded() -> None:
+    ours, rest = split_argv(["--adapt-layout=tp2@0-1", "--model-path", "x", "--port", "1"])
+    assert ours.adapt_layout == "tp2@0-1"
+    assert rest == ["--model-path", "x", "--port", "1"]
+
+
+def test_help_has_stocks_flags_and_ours() -> None:
+    from sglang_adapt.front.settings import add_adapt_flags
+
+    parser = stock_parser("prog", "text")
+    add_adapt_flags(parser)
+    text = parser.format_help()
+    for flag in ("--model-path", "--schedule-policy", "--adapt-layout", "--adapt-tp-sizes", "--adapt-virtual-gpus"):
+        assert flag in text
