@@ -20,6 +20,7 @@ class AdaptConfig:
         drain_timeout_s: how long running requests may take to finish after SIGTERM or Ctrl-C.
         threads_per_rank: CPU threads of each rank's torch; used on virtual GPUs only.
         run_dir: private folder of this run's sockets, removed at the end.
+        share_weights: keepers hold one copy of the weights for the engines of all TP sizes.
         start_method: multiprocessing's: `forkserver` or `spawn`.
     """
 
@@ -32,6 +33,7 @@ class AdaptConfig:
     drain_timeout_s: float
     threads_per_rank: int
     run_dir: str
+    share_weights: bool
     start_method: str
 
     @property

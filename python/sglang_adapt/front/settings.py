@@ -148,6 +148,10 @@ def make_settings(argv: Sequence[str], run_dir: str) -> Settings:
             "from what is free; give the number of tokens each engine may hold"
         )
     server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
+    if len(tp_sizes) > 1:
+        fault = upstream.sharing_fault(server_args[tp_sizes[-1]], tp_sizes)
+        if fault is not None:
+            raise SettingsError(fault)
     config = AdaptConfig(
         gpus=gpus,
         virtual=virtual,
@@ -158,6 +162,7 @@ def make_settings(argv: Sequence[str], run_dir: str) -> Settings:
         drain_timeout_s=ours.adapt_drain_timeout,
         threads_per_rank=1,
         run_dir=run_dir,
+        share_weights=len(tp_sizes) > 1,
         start_method=ours.adapt_start_method,
     )
     return Settings(config, server_args)

@@ -23,7 +23,9 @@ from sglang_adapt.core.config import AdaptConfig
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.engine.process import rank_main
+from sglang_adapt.keeper import KeeperConfig
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.keepers import Keepers
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.supervisor import RankStart, RestartLimit, Supervisor
@@ -91,6 +93,8 @@ class _Process:
         self._starts: dict[EngineSpec, int] = {}
         self._infos: dict[EngineSpec, dict[str, Any]] = {}
         self._draining: asyncio.Task[None] | None = None
+        self._engines_started = False
+        self._failed = False
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -114,9 +118,18 @@ class _Process:
                 lost=self._not_taking,
             ),
         )
+        context = process_context(self._config.start_method)
+        self._keepers = Keepers(
+            self._loop,
+            context,
+            self._keeper_configs(),
+            on_ready=self._on_keepers_ready,
+            on_lost=self._on_keeper_lost,
+            on_failed=self._on_keeper_failed,
+        )
         self._supervisor = Supervisor(
             self._loop,
-            process_context(self._config.start_method),
+            context,
             self._make_ranks,
             RestartLimit(self._config.restart_limit, self._config.restart_window_s),
             self._on_loaded,
@@ -125,9 +138,9 @@ class _Process:
         self._specs = {spec.name: spec for spec in self._config.candidates}
         for spec in self._config.candidates:
             self._router.add_engine(Engine(spec.name, send=self._sender(spec)))
-        for spec in self._config.candidates:
-            logger.info("engine %s: starting %d rank%s", spec, spec.tp, "s" if spec.tp > 1 else "")
-            self._router.engines[spec.name].pids = self._supervisor.start(spec).pids
+        self._keepers.start()
+        if not self._config.share_weights:
+            self._start_engines()
         front = make_socket(self._context, zmq.PULL, ports.scheduler_input_ipc_name, bind=False)
         inboxes = [
             Inbox(self._loop, front, self._router.on_front_message),
@@ -141,6 +154,59 @@ class _Process:
             for inbox in [*inboxes, *self._outputs.values()]:
                 inbox.close()
             self._context.destroy(linger=500)
+        if self._failed:
+            raise SystemExit(1)
+
+    def _start_engines(self) -> None:
+        for spec in self._config.candidates:
+            logger.info("engine %s: starting %d rank%s", spec, spec.tp, "s" if spec.tp > 1 else "")
+            self._router.engines[spec.name].pids = self._supervisor.start(spec).pids
+
+    # What the keepers tell.
+
+    def _keeper_configs(self) -> list[KeeperConfig]:
+        """One keeper a GPU; virtual GPUs share one, because their memory is the host's."""
+        config = self._config
+        if not config.share_weights:
+            return []
+        finest = config.tp_sizes[-1]
+        args = self._args.server_args[finest]
+        groups = [tuple(range(config.gpus))] if config.virtual else [(gpu,) for gpu in range(config.gpus)]
+        return [
+            KeeperConfig(
+                args, finest, tuple(self._device(args, gpu) for gpu in group), environment=self._args.environment
+            )
+            for group in groups
+        ]
+
+    @staticmethod
+    def _device(server_args: Any, gpu: int) -> int:
+        """The device index of one of the deployment's GPUs."""
+        index: int = server_args.base_gpu_id + gpu * server_args.gpu_id_step
+        return index
+
+    def _on_keepers_ready(self) -> None:
+        if self._engines_started:
+            self._supervisor.resume()
+        else:
+            self._engines_started = True
+            self._start_engines()
+
+    def _on_keeper_lost(self, devices: tuple[int, ...], why: str) -> None:
+        """Its memory is gone, so its GPUs' engines go too, and come back when it has loaded anew."""
+        logger.error("%s; its engines are started anew when it has loaded", why)
+        self._supervisor.hold()
+        args = self._args.server_args[self._config.tp_sizes[-1]]
+        for spec in self._config.candidates:
+            if any(self._device(args, gpu) in devices for gpu in spec.gpus):
+                self._supervisor.kill(spec, why)
+
+    def _on_keeper_failed(self, why: str) -> None:
+        if self._report is not None:
+            self._finish_report({"status": "failed", "error": why})
+        logger.critical("%s; without the weights nothing can be served", why)
+        self._failed = True
+        self._stopped.set_result(None)
 
     def _sender(self, spec: EngineSpec) -> Any:
         return lambda data: self._inputs[spec].send(data, zmq.NOBLOCK)
@@ -175,7 +241,8 @@ class _Process:
                         engine=spec.name,
                         server_args=server_args,
                         port_args=ports,
-                        gpu_id=server_args.base_gpu_id + gpu * server_args.gpu_id_step,
+                        gpu_id=self._device(server_args, gpu),
+                        weights=self._keepers.weights(self._device(server_args, gpu)),
                         tp_rank=rank,
                         threads=self._config.threads_per_rank if self._config.virtual else None,
                         loads=LoadSlots(self._config.run_dir, len(self._specs), list(self._specs).index(spec.name)),
@@ -290,6 +357,7 @@ class _Process:
                 for process in self._supervisor.run_of(spec).processes:
                     process.kill()
         await stopping
+        self._keepers.stop()
         logger.info("all engines have stopped")
         self._stopped.set_result(None)
 

@@ -83,6 +83,19 @@ class Supervisor:
         self._runs: dict[EngineSpec, EngineRun] = {}
         self._restarts: dict[EngineSpec, deque[float]] = {}
         self._stopping = False
+        self._held = False
+        self._waiting: list[EngineSpec] = []
+
+    def hold(self) -> None:
+        """Start no lost engine again before `resume`: what engines need is not there."""
+        self._held = True
+
+    def resume(self) -> None:
+        """Start the lost engines that were held back."""
+        self._held = False
+        waiting, self._waiting = self._waiting, []
+        for spec in waiting:
+            self.start(spec)
 
     def start(self, spec: EngineSpec) -> EngineRun:
         """Start an engine's ranks; returns at once."""
@@ -182,7 +195,11 @@ class Supervisor:
         times = self._restarts.get(run.spec)
         if self._stopping or self._runs[run.spec] is not run:
             return
-        if times and times[-1] >= run.started_at:
+        if not times or times[-1] < run.started_at:
+            return
+        if self._held:
+            self._waiting.append(run.spec)
+        else:
             self.start(run.spec)
 
 

@@ -130,6 +130,19 @@ def model_heads(server_args: Any) -> tuple[int, int]:
     return config.num_attention_heads, config.get_total_num_kv_heads()
 
 
+def sharing_fault(server_args: Any, tp_sizes: tuple[int, ...]) -> str | None:
+    """Why engines of all these TP sizes cannot share one copy of the weights and what to do, or None."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_adapt.upstream.weights.refusals import UnshareableError, check_shareable
+
+    try:
+        check_shareable(server_args, ModelConfig.from_server_args(server_args), tp_sizes)
+    except UnshareableError as error:
+        return str(error)
+    return None
+
+
 def gpu_count() -> int:
     """CUDA devices that this process may use; asks NVML, so that CUDA is not initialised."""
     import torch

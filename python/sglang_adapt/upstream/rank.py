@@ -17,6 +17,7 @@ from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
+from sglang_adapt.weights import WeightsHandle
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class RankArgs:
         tp_rank: rank within the engine.
         threads: CPU threads of torch, or None to leave torch's default.
         loads: where its load snapshots go.
+        weights: the copy of the weights on its GPU, or None to load them as stock does.
         environment: the front's environment, which stock's launcher has filled in.
     """
 
@@ -41,6 +43,7 @@ class RankArgs:
     tp_rank: int
     threads: int | None
     loads: LoadSlots
+    weights: WeightsHandle | None
     environment: dict[str, str]
 
 
@@ -107,6 +110,10 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
     give_back_cuda()
     prepare_process(*RANK_PATCHES)
     use_load_slots(args.loads)
+    if args.weights is not None:
+        from sglang_adapt.upstream.weights.attach import use_store
+
+        use_store(args.weights)
 
     import setproctitle
     import torch
