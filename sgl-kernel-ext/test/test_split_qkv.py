@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -162,3 +163,33 @@ def test_rows_of_another_width_are_refused() -> None:
         split_qkv_reference(torch.zeros(2, 7), SHAPES[0])
     with pytest.raises(ValueError, match="kv_copies must divide blocks"):
         split_qkv_reference(torch.zeros(2, 7), QkvBlocks(3, 1, 1, 2, 8))
+
+
+@pytest.mark.parametrize(("norm", "rope"), [(False, False), (False, True), (True, True)])
+def test_the_kernel_compiles_for_an_h100_with_wide_accesses(
+    norm: bool, rope: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Compiled without one: heads are loaded and stored 8 bytes a thread, and no shared memory is needed."""
+    import triton
+    from sgl_kernel_ext.split_qkv import _split_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    signature = dict.fromkeys(("qkv", "q", "k", "v"), "*bf16")
+    signature |= {"positions": "*i64", "cos_sin": "*fp32"} if rope else {}
+    signature |= dict.fromkeys(("q_weight", "k_weight"), "*bf16") if norm else {}
+    signature |= {"eps": "fp32"}
+    signature |= dict.fromkeys(("qkv_stride", "q_stride", "k_stride", "v_stride", "cos_sin_stride"), "i32")
+    constants: dict[str, Any] = {"Q_HEADS": 16, "KV_HEADS": 4, "KV_COPIES": 1, "HEAD_DIM": 128, "HALF": 64}
+    constants |= {"HEADS": 8, "NORM": norm, "ROPE": rope}
+    constants |= {name: None for name in ("positions", "cos_sin", "q_weight", "k_weight") if name not in signature}
+    names = [parameter.name for parameter in _split_kernel.params]
+    types = {name: signature.get(name, "constexpr") for name in names}
+    aligned = [name for name in names if types[name].startswith("*") or name.endswith("_stride")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(_split_kernel, types, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert set(re.findall(r"st\.global[.\w]*", compiled.asm["ptx"])) == {"st.global.v2.b32"}
+    assert "ld.global.v2.b32" in compiled.asm["ptx"]
+    assert compiled.metadata.shared == 0
