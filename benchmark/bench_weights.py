@@ -122,6 +122,11 @@ class Bench:
             "cuda_graph_max_bs_decode": max(self.sizes.batches),
             "disable_prefill_cuda_graph": not options.prefill_graphs,
         }
+        # Stock and ours on the backends that take the strides of shared weights.
+        if "num_experts" in self._config:
+            args["moe_runner_backend"] = "triton"
+        if "quantization_config" in self._config:
+            args["fp8_gemm_runner_backend"] = "triton"
         return args | changes
 
     @property
