@@ -5,6 +5,10 @@
     python scripts/train_demo_model.py train --work build/demo      # on a GPU where there is one, else on the CPU
     python scripts/train_demo_model.py package --work build/demo    # measures, then writes the package's files
 
+The shipped model took four runs of `train`, each from where the last one ended; the model card has their commands:
+one on a GPU, two short ones on looped random tokens, without which it memorised the novels and never learned to copy
+a word from its prompt, and one on text again.
+
 Everything is seeded; on the same hardware a run with the same `--steps` gives the same model up to the order of the
 GPU's sums. With `--max-seconds` the clock may end the run earlier; the model card names the steps it had.
 
@@ -62,6 +66,7 @@ def _train(options: argparse.Namespace) -> None:
         window=options.window,
         long_every=options.long_every,
         aligned_share=options.aligned_share,
+        copying_share=options.copying_share,
         peak_rate=options.peak_rate,
         weight_decay=options.weight_decay,
         mixture=tuple(options.mixture),
@@ -93,6 +98,7 @@ def _command(plan: TrainingPlan, steps: int, start: Path | None, target: Path) -
         "window": plan.window,
         "long-every": plan.long_every,
         "aligned-share": plan.aligned_share,
+        "copying-share": plan.copying_share,
         "peak-rate": plan.peak_rate,
         "weight-decay": plan.weight_decay,
         "seed": plan.seed,
@@ -127,6 +133,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=1024, help="tokens in a short window")
     parser.add_argument("--long-every", type=int, default=5, help="every so many steps, windows are 8192 long")
     parser.add_argument("--aligned-share", type=float, default=0.5, help="share of windows that begin a document")
+    parser.add_argument("--copying-share", type=float, default=0.1, help="share of windows of looped random tokens")
     parser.add_argument("--peak-rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="AdamW's weight decay")
     parser.add_argument(

@@ -17,9 +17,10 @@ from transformers import LlamaForCausalLM
 
 from demo_training.corpus import STREAMS, Corpus
 from demo_training.network import MAX_LENGTH, demo_config
-from demo_training.vocabulary import BOS_ID
+from demo_training.vocabulary import BOS_ID, SPECIAL_TOKENS, VOCAB_SIZE
 
 MEASURED_WINDOW = 1024
+FIRST_TEXT_ID = len(SPECIAL_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class TrainingPlan:
     """How to train. The rate falls to zero at `steps`, or at `max_seconds` if the clock is faster.
 
     `window` is the length of the short windows in tokens, `aligned_share` the share of windows that begin where a
-    document begins; `mixture` is the share of the windows that each of `STREAMS` gives; `bfloat16` computes under
-    autocast, with float32 weights.
+    document begins, `copying_share` the share that holds random tokens in a loop instead of text, from which a model
+    learns to copy (induction heads; Olsson et al. 2022); `mixture` is the share of the windows that each of `STREAMS`
+    gives; `bfloat16` computes under autocast, with float32 weights.
     """
 
     steps: int
@@ -37,6 +39,7 @@ class TrainingPlan:
     window: int
     long_every: int
     aligned_share: float
+    copying_share: float
     peak_rate: float
     weight_decay: float
     mixture: tuple[float, ...]
@@ -67,12 +70,16 @@ class WindowSampler:
         self._mixture = np.asarray(plan.mixture) / sum(plan.mixture)
         self._tokens = plan.tokens_per_step
         self._aligned_share = plan.aligned_share
+        self._copying_share = plan.copying_share
 
     def batch(self, length: int) -> torch.Tensor:
         """Return windows as int64 [windows, length + 1]; at least one window."""
         count = max(1, self._tokens // length)
         windows = []
         for stream in self._random.choice(len(self._streams), size=count, p=self._mixture):
+            if self._copying_share and self._random.random() < self._copying_share:
+                windows.append(self._loop(length + 1))
+                continue
             tokens = self._streams[stream]
             usable = min(length + 1, len(tokens))
             start = int(self._random.integers(0, len(tokens) - usable + 1))
@@ -81,6 +88,11 @@ class WindowSampler:
             window = tokens[start : start + usable]
             windows.append(window.repeat(math.ceil((length + 1) / usable))[: length + 1])
         return torch.stack(windows).long()
+
+    def _loop(self, length: int) -> torch.Tensor:
+        period = int(self._random.integers(4, max(5, length // 3)))
+        tokens = self._random.integers(FIRST_TEXT_ID, VOCAB_SIZE, size=period).astype(np.int16)
+        return torch.from_numpy(np.resize(tokens, length)).to(self._streams[0].device)
 
 
 def train(
