@@ -70,8 +70,7 @@ def _measure(
         own = [
             "--adapt-layout",
             layout,
-            "--adapt-start-method",
-            options.start_method,
+            *(["--adapt-start-method", options.start_method] if options.start_method else []),
             *(["--adapt-virtual-gpus", str(options.gpus)] if options.virtual else []),
         ]
         module = "sglang_adapt.launch_server"

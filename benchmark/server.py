@@ -16,7 +16,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 
 @dataclass
@@ -43,6 +43,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | self.environment
         command = [sys.executable, "-m", self.module, *self.flags, "--host", "127.0.0.1", "--port", str(self.port)]
+        # A benchmark that is told to end must not leave its server behind.
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)
         started = time.perf_counter()
         with self.log.open("w") as log:
             log.write(shlex.join(command) + "\n")
@@ -50,17 +52,22 @@ class Server:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
+        try:
+            self._wait(started)
+        except BaseException:
+            self.stop()
+            raise
+        self.start_s = time.perf_counter() - started
+        print(f"{self.name}: serves after {self.start_s:.1f} s", flush=True)
+        return self
+
+    def _wait(self, started: float) -> None:
         while not self._answers("/health_generate"):
             if self._process.poll() is not None:
                 raise RuntimeError(f"{self.name} ended while it started:\n{self.tail()}")
             if time.perf_counter() - started > self.start_timeout_s:
-                tail = self.tail()
-                self.stop()
-                raise TimeoutError(f"{self.name} does not serve after {self.start_timeout_s:.0f} s:\n{tail}")
+                raise TimeoutError(f"{self.name} does not serve after {self.start_timeout_s:.0f} s:\n{self.tail()}")
             time.sleep(0.2)
-        self.start_s = time.perf_counter() - started
-        print(f"{self.name}: serves after {self.start_s:.1f} s", flush=True)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -97,6 +104,10 @@ class Server:
                 return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+
+def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
 from types import FrameType
 
 from sglang_adapt.core.process import adopt_orphans, end_descendants, make_run_dir
@@ -34,7 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return _run(arguments, ours.adapt_start_method)
+    return _run(arguments, ours.adapt_start_method or default_start_method())
+
+
+def default_start_method() -> str:
+    """`spawn` where there are NVIDIA GPUs: importing sglang initialises CUDA, which does not survive a fork."""
+    return "spawn" if list(Path("/dev").glob("nvidia[0-9]*")) else "forkserver"
 
 
 def _run(argv: list[str], start_method: str) -> int:

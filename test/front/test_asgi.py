@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from sglang_adapt.core.messages import EngineStatus, RouterStatus
 from sglang_adapt.front.asgi import AdaptLayer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.demo import demo_model_path
 from sglang_adapt.front.settings import Settings, SettingsError, make_settings, split_argv
@@ -12,7 +13,7 @@ from sglang_adapt.upstream.front import stock_parser
 
 
 def settings(*argv: str) -> Settings:
-    return make_settings(argv, "/nowhere")
+    return make_settings(argv, "/nowhere", "forkserver")
 
 
 def test_defaults_serve_the_demo_model_on_two_virtual_gpus() -> None:

@@ -46,7 +46,7 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     setproctitle.setproctitle("sglang_adapt::front")
     prepare_process(*upstream.FRONT_PATCHES)
     try:
-        settings = make_settings(argv, run_dir)
+        settings = make_settings(argv, run_dir, start_method)
     except (SettingsError, LayoutError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)

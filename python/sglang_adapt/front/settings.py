@@ -77,9 +77,8 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-start-method",
         choices=["forkserver", "spawn"],
-        default="forkserver",
-        help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, for "
-        "a set-up in which importing sglang initialises CUDA (default: forkserver)",
+        help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, "
+        "because importing sglang initialises CUDA (default: spawn on a machine with NVIDIA GPUs, else forkserver)",
     )
 
 
@@ -105,8 +104,13 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return ours, rest
 
 
-def make_settings(argv: Sequence[str], run_dir: str) -> Settings:
+def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Settings:
     """Parse and check a whole command line.
+
+    Args:
+        argv: the command line.
+        run_dir: the run's private folder.
+        start_method: how this process was started, and so how it starts others.
 
     Raises:
         SettingsError, LayoutError: with the reason and a way out. A bad stock flag exits as stock does.
@@ -163,7 +167,7 @@ def make_settings(argv: Sequence[str], run_dir: str) -> Settings:
         threads_per_rank=1,
         run_dir=run_dir,
         share_weights=len(tp_sizes) > 1,
-        start_method=ours.adapt_start_method,
+        start_method=start_method,
     )
     return Settings(config, server_args)
 

@@ -205,8 +205,10 @@ class _Process:
         if self._report is not None:
             self._finish_report({"status": "failed", "error": why})
         logger.critical("%s; without the weights nothing can be served", why)
+        self._supervisor.abandon()
         self._failed = True
-        self._stopped.set_result(None)
+        if not self._stopped.done():
+            self._stopped.set_result(None)
 
     def _sender(self, spec: EngineSpec) -> Any:
         return lambda data: self._inputs[spec].send(data, zmq.NOBLOCK)
@@ -276,8 +278,11 @@ class _Process:
         engine = self._router.engines[spec.name]
         text = f"engine {spec.name} is down: {why}"
         if self._report is not None:
+            self._supervisor.abandon()
             self._finish_report({"status": "failed", "error": text})
             self._stopped.set_result(None)
+            return
+        if self._stopped.done():
             return
         if again:
             logger.error("%s; starting it again", text)

@@ -86,6 +86,10 @@ class Supervisor:
         self._held = False
         self._waiting: list[EngineSpec] = []
 
+    def abandon(self) -> None:
+        """Start nothing again: the server could not start and is about to end."""
+        self._stopping = True
+
     def hold(self) -> None:
         """Start no lost engine again before `resume`: what engines need is not there."""
         self._held = True
