@@ -106,3 +106,30 @@ def test_kill_restarts() -> None:
         assert run.lost == [("it hangs", True)]
 
     Run(["ok", "ok"]).run(scenario)
+
+
+def test_after_abandon_nothing_is_started_again() -> None:
+    async def scenario(run: Run) -> None:
+        await run.until(lambda: len(run.loaded) == 1)
+        first = run.supervisor.run_of(SPEC)
+        run.supervisor.kill(SPEC, "the server cannot start")
+        run.supervisor.abandon()
+        await run.until(lambda: len(first.exited) == 2)
+        assert run.supervisor.run_of(SPEC) is first
+
+    Run(["ok", "ok"]).run(scenario)
+
+
+def test_a_held_engine_starts_at_resume() -> None:
+    async def scenario(run: Run) -> None:
+        await run.until(lambda: len(run.loaded) == 1)
+        first = run.supervisor.run_of(SPEC)
+        run.supervisor.hold()
+        run.supervisor.kill(SPEC, "the keeper is gone")
+        await run.until(lambda: len(first.exited) == 2)
+        assert run.supervisor.run_of(SPEC) is first
+        run.supervisor.resume()
+        await run.until(lambda: len(run.loaded) == 2)
+        assert run.supervisor.run_of(SPEC) is not first
+
+    Run(["ok", "ok"]).run(scenario)
