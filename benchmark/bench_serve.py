@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import statistics
 import tempfile
 from pathlib import Path
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--virtual", action="store_true", help="virtual GPUs (no CUDA)")
     parser.add_argument("--start-method", default="forkserver", help="for ours: --adapt-start-method")
+    parser.add_argument("--ours-flags", default="", help="further flags for ours alone, as one string")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/bench_serve.json"))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags for both servers")
@@ -70,6 +72,7 @@ def _measure(
         own = [
             "--adapt-layout",
             layout,
+            *shlex.split(options.ours_flags),
             *(["--adapt-start-method", options.start_method] if options.start_method else []),
             *(["--adapt-virtual-gpus", str(options.gpus)] if options.virtual else []),
         ]
