@@ -200,7 +200,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[list[dict], str 
             if profiler:
                 profiler.disable()
                 text = io.StringIO()
-                pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(14)
+                pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(14)
                 profile_text = text.getvalue()
         expected += options.requests
         for _, report in sinks:
