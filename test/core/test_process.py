@@ -87,3 +87,32 @@ except ProcessLookupError:
 def test_orphans_are_adopted_and_ended() -> None:
     done = subprocess.run([sys.executable, "-c", _ORPHAN], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "gone", done.stderr
+
+
+_TRACKED = """
+import multiprocessing, os, pathlib, signal
+from sglang_adapt.core.process import adopt_orphans, end_descendants
+
+def hold(ready):
+    lock = multiprocessing.get_context("spawn").Lock()
+    ready.set()
+    signal.pause()
+
+if __name__ == "__main__":
+    adopt_orphans()
+    before = set(pathlib.Path("/dev/shm").glob("sem.mp-*"))
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    context.Process(target=hold, args=(ready,)).start()
+    assert ready.wait(30)
+    assert set(pathlib.Path("/dev/shm").glob("sem.mp-*")) - before
+    assert end_descendants(10)
+    print(sorted(set(pathlib.Path("/dev/shm").glob("sem.mp-*")) - before))
+"""
+
+
+def test_semaphores_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    script = tmp_path / "tracked.py"
+    script.write_text(_TRACKED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "[]", done.stderr

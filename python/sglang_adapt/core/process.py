@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,7 @@ _RUN_DIR_PREFIX = "sglang_adapt-"
 _MAX_SOCKET_PATH = 107
 _LONGEST_SOCKET_NAME = 30
 _LOCK = "lock"
+_TRACKER_GRACE_S = 3.0
 
 
 def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> None:
@@ -39,15 +40,26 @@ def adopt_orphans() -> None:
 def end_descendants(timeout_s: float) -> bool:
     """Kill every descendant of this process and reap it; returns False if one is left after `timeout_s`.
 
+    Resource trackers (multiprocessing's and joblib's) come last and are not killed at first: they end by themselves
+    when all others have, and remove the named semaphores that killed processes could not.
+
     To be used after `adopt_orphans`, when this process waits for none of its children otherwise.
     """
     deadline = time.monotonic() + timeout_s
+    trackers_until = time.monotonic() + min(_TRACKER_GRACE_S, timeout_s / 2)
     while time.monotonic() < deadline:
+        others = 0
         for child in psutil.Process().children(recursive=True):
             try:
+                if _is_tracker(child) and time.monotonic() < trackers_until:
+                    continue
+                others += 1
                 child.kill()
             except psutil.NoSuchProcess:
                 continue
+        if not others:
+            # This process's own end of its tracker's pipe; the tracker ends when the last one is closed.
+            _close_tracker()
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -55,6 +67,17 @@ def end_descendants(timeout_s: float) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    return "resource_tracker" in " ".join(process.cmdline())
+
+
+def _close_tracker() -> None:
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+        tracker._fd = None
 
 
 def _prctl(option: int, value: int) -> None:
