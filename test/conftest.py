@@ -6,9 +6,10 @@ import os
 
 import pytest
 
+from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
+
 # As in the server's processes (upstream/preload.py): stock's messages are msgpack, and CUDA is left alone.
-os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+os.environ.update(STOCK_ENVIRONMENT)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

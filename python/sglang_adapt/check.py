@@ -13,6 +13,7 @@ from pathlib import Path
 
 import sglang_adapt
 from sglang_adapt.floors import floor_faults
+from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
 
 
 class CheckError(RuntimeError):
@@ -100,7 +101,7 @@ CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
 def main() -> int:
     """Run all checks; returns 1 if any failed."""
     # Processes of the server speak msgpack with one another; so does this check of the format.
-    os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
+    os.environ.update(STOCK_ENVIRONMENT)
     failed = 0
     for name, check in CHECKS:
         try:

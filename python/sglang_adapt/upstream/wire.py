@@ -7,7 +7,6 @@ forwards the bytes untouched. Only merged control answers and errors are decoded
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -249,8 +248,6 @@ def merge_replies(replies: dict[str, bytes]) -> bytes:
 
 
 _STATE_KEYS = ("last_gen_throughput", "memory_usage", "effective_max_running_requests_per_dp")
-
-PeekTag = Callable[[bytes], bytes]
 
 
 def assert_wire_format() -> None:

@@ -24,10 +24,9 @@ from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
 from sglang.srt.model_loader.loader import BaseModelLoader, DefaultModelLoader, get_model_loader
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.common import configure_logger
 from torch import nn
 
-from sglang_adapt.upstream.rank import prepare_process
+from sglang_adapt.upstream.rank import configure_logging, prepare_process
 from sglang_adapt.upstream.weights.bind import assert_owns_no_weights, bind_views
 from sglang_adapt.upstream.weights.construct import build_model
 from sglang_adapt.upstream.weights.params import describe_model, model_params, shard_spec
@@ -49,7 +48,7 @@ def prepare_to_fill(server_args: ServerArgs, log_name: str) -> None:
         PatchError, UnsupportedVersionError: this process is not what it should be.
     """
     prepare_process()
-    configure_logger(server_args, prefix=f" {log_name}")
+    configure_logging(server_args, log_name)
     if server_args.device == "cpu":
         torch.set_num_threads(1)
 
