@@ -128,7 +128,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     ours, rest = split_argv(argv)
     virtual = not has_cuda()
     if not virtual:
-        _check_allocator(os.environ)
+        check_allocator(os.environ)
     if not _names_model(rest):
         from sglang_adapt.demo import demo_model_path
 
@@ -220,8 +220,12 @@ def _on_pool(argv: list[str], pool: PoolSettings, tp: int) -> Any:
     return args
 
 
-def _check_allocator(environment: Mapping[str, str]) -> None:
-    """Refuse what shared GPU memory does not survive."""
+def check_allocator(environment: Mapping[str, str]) -> None:
+    """Refuse settings of torch's allocator that shared GPU memory does not survive.
+
+    Raises:
+        SettingsError: names the variable and what to remove from it.
+    """
     try:
         refuse_expandable_segments(environment)
     except ValueError as error:
