@@ -26,10 +26,10 @@ def test_defaults_serve_the_demo_model_on_two_virtual_gpus() -> None:
         assert Path(args.model_path) == demo_model_path()
         assert args.sleep_on_idle
         assert args.dtype == "float32"
-        assert args.page_size == 16 * tp
+        assert args.page_size == 8 * tp
     assert made.server_args[1].random_seed == made.server_args[2].random_seed
     assert made.pool is not None
-    assert made.pool.geometry.blocks == 1 + 32768 // 16 + made.pool.standby_blocks
+    assert made.pool.geometry.blocks == 1 + 32768 // 8 + made.pool.standby_blocks
     assert [made.server_args[tp].max_total_tokens for tp in (1, 2)] == [
         made.pool.geometry.capacity_tokens(tp) for tp in (1, 2)
     ]
@@ -95,7 +95,7 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--adapt-lay", "tp1@0"], "--adapt-lay is not a flag"),
         (["--tp-size", "4"], "--tp-size 4 is not among the TP sizes 1, 2"),
         (["--dp-size", "2"], "--dp-size 2 cannot be used with sglang_adapt: replicas are engines of the layout"),
-        (["--max-total-tokens", "40"], "--max-total-tokens 40 is too little: with pages of 16 tokens"),
+        (["--max-total-tokens", "31"], "--max-total-tokens 31 is too little: with pages of 8 tokens"),
         (["--page-size", "1"], "--page-size 1: a page must hold at least 2 tokens at TP 1"),
         (["--enable-hierarchical-cache"], "cache (--enable-hierarchical-cache, --enable-lmcache, --enable-flexkv) ca"),
         (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num cannot be used"),

@@ -25,7 +25,7 @@ PROMPT = [5, 9, 200, 31, 77, 8]
 def router() -> Iterator[LiveRouter]:
     # A short path: sockets lie in it.
     with tempfile.TemporaryDirectory(prefix="adapt-") as folder:
-        live = LiveRouter(Path(folder), "--max-total-tokens", str(16 * BLOCKS), "--adapt-virtual-gpus", "2")
+        live = LiveRouter(Path(folder), "--max-total-tokens", str(16 * BLOCKS), "--page-size", "16")
         yield live
         live.close()
 

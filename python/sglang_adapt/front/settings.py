@@ -16,6 +16,8 @@ from sglang_adapt.memory.allocator import refuse_expandable_segments
 
 VIRTUAL_GPUS_DEFAULT = 2
 _VIRTUAL_MAX_TOTAL_TOKENS = 32768
+_VIRTUAL_PAGE_TOKENS = 8
+"""Prompts of what a CPU serves are short, and whole pages of them only are reused."""
 _VIRTUAL_MAX_RUNNING_REQUESTS = 64
 
 
@@ -166,7 +168,10 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         fault = upstream.sharing_fault(finest, tp_sizes)
         if fault is not None:
             raise SettingsError(fault)
-        pool = _pool(finest, tp_sizes, upstream.asked_page_size(rest))
+        page_size = upstream.asked_page_size(rest)
+        if page_size is None:
+            page_size = _VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS
+        pool = _pool(finest, tp_sizes, page_size)
         server_args = {tp: _on_pool([*rest, *extra, "--tp-size", str(tp)], pool, tp) for tp in tp_sizes}
     config = AdaptConfig(
         gpus=gpus,
@@ -184,7 +189,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     return Settings(config, server_args, pool)
 
 
-def _pool(server_args: Any, tp_sizes: tuple[int, ...], page_size: int | None) -> PoolSettings:
+def _pool(server_args: Any, tp_sizes: tuple[int, ...], page_size: int) -> PoolSettings:
     """The KV pool that the command line asks for."""
     from sglang_adapt.upstream import front as upstream
     from sglang_adapt.upstream.kv_shape import UnpoolableError
@@ -193,7 +198,7 @@ def _pool(server_args: Any, tp_sizes: tuple[int, ...], page_size: int | None) ->
         return size_pool(
             upstream.pool_shape(server_args),
             tp_sizes,
-            DEFAULT_PAGE_TOKENS if page_size is None else page_size,
+            page_size,
             server_args.max_total_tokens,
             (len(WARMUP_PROMPT), WARMUP_TOKENS),
         )
