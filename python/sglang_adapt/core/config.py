@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from sglang_adapt.core.layout import EngineSpec, Layout, candidate_engines
 
+WARMUP_PROMPT = (0, 1, 2, 3)
+"""Token ids of the request that every engine must answer before it counts as ready."""
+WARMUP_TOKENS = 2
+"""Tokens that it generates."""
+
 
 @dataclass(frozen=True)
 class AdaptConfig:
@@ -16,7 +21,8 @@ class AdaptConfig:
         virtual: True if they are virtual GPUs on a CPU.
         tp_sizes: TP sizes whose engines are kept warm, ascending.
         layout: the layout at start.
-        restart_limit: restarts of one engine within `restart_window_s` after which it is given up.
+        restart_limit: restarts of one engine within `restart_window_s` after which it is given up; as many of a
+            keeper end the server.
         drain_timeout_s: how long running requests may take to finish after SIGTERM or Ctrl-C.
         threads_per_rank: CPU threads of each rank's torch; used on virtual GPUs only.
         run_dir: private folder of this run's sockets, removed at the end.

@@ -174,6 +174,8 @@ def _engines(status: RouterStatus) -> dict[str, Any]:
                 "in_flight": engine.in_flight,
                 "restarts": engine.restarts,
                 "pids": engine.pids,
+                "leased_blocks": engine.leased_blocks,
+                "free_blocks": engine.free_blocks,
             }
             for engine in status.engines
         ],

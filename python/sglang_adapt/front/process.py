@@ -61,7 +61,7 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     )
     control = f"ipc://{Path(run_dir) / 'control'}"
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
-    launcher = RouterLauncher(context, config, settings.server_args, control)
+    launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool)
     link = RouterLink(control)
     try:
         upstream.serve(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_adapt.core.config import AdaptConfig
+from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS, AdaptConfig
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
+from sglang_adapt.kv.geometry import GeometryError
+from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS, PoolSettings, size_pool
+from sglang_adapt.memory.allocator import refuse_expandable_segments
 
 VIRTUAL_GPUS_DEFAULT = 2
 _VIRTUAL_MAX_TOTAL_TOKENS = 32768
+_VIRTUAL_PAGE_TOKENS = 8
+"""Prompts of what a CPU serves are short, and whole pages of them only are reused."""
 _VIRTUAL_MAX_RUNNING_REQUESTS = 64
 
 
@@ -26,10 +32,12 @@ class Settings:
     Attributes:
         config: sglang_adapt's own settings.
         server_args: stock ServerArgs by TP size.
+        pool: the KV pool of every GPU; None with one TP size, whose engines have pools of their own, as stock.
     """
 
     config: AdaptConfig
     server_args: dict[int, Any]
+    pool: PoolSettings | None = None
 
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +66,8 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=3,
-        help="give an engine up when it has died more often than this within --adapt-restart-window (default: 3)",
+        help="give an engine up when it has died more often than this within --adapt-restart-window, and end the "
+        "server when a keeper has (default: 3)",
     )
     group.add_argument(
         "--adapt-restart-window",
@@ -120,6 +129,8 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
 
     ours, rest = split_argv(argv)
     virtual = not has_cuda()
+    if not virtual:
+        check_allocator(os.environ)
     if not _names_model(rest):
         from sglang_adapt.demo import demo_model_path
 
@@ -149,13 +160,19 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     elif first.max_total_tokens is None:
         raise SettingsError(
             "--max-total-tokens is not given: the engines share each GPU's memory, so the KV pool cannot be sized "
-            "from what is free; give the number of tokens each engine may hold"
+            "from what is free; give the number of tokens that a GPU is to hold for engines of the smallest TP size"
         )
-    server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
+    finest = upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp_sizes[-1])])
+    server_args, pool = {tp_sizes[-1]: finest}, None
     if len(tp_sizes) > 1:
-        fault = upstream.sharing_fault(server_args[tp_sizes[-1]], tp_sizes)
+        fault = upstream.sharing_fault(finest, tp_sizes)
         if fault is not None:
             raise SettingsError(fault)
+        page_size = upstream.asked_page_size(rest)
+        if page_size is None:
+            page_size = _VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS
+        pool = _pool(finest, tp_sizes, page_size)
+        server_args = {tp: _on_pool([*rest, *extra, "--tp-size", str(tp)], pool, tp) for tp in tp_sizes}
     config = AdaptConfig(
         gpus=gpus,
         virtual=virtual,
@@ -169,7 +186,55 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         share_weights=len(tp_sizes) > 1,
         start_method=start_method,
     )
-    return Settings(config, server_args)
+    return Settings(config, server_args, pool)
+
+
+def _pool(server_args: Any, tp_sizes: tuple[int, ...], page_size: int) -> PoolSettings:
+    """The KV pool that the command line asks for."""
+    from sglang_adapt.upstream import front as upstream
+    from sglang_adapt.upstream.kv_shape import UnpoolableError
+
+    try:
+        return size_pool(
+            upstream.pool_shape(server_args),
+            tp_sizes,
+            page_size,
+            server_args.max_total_tokens,
+            (len(WARMUP_PROMPT), WARMUP_TOKENS),
+        )
+    except (GeometryError, UnpoolableError) as error:
+        raise SettingsError(str(error)) from None
+
+
+def _on_pool(argv: list[str], pool: PoolSettings, tp: int) -> Any:
+    """Stock ServerArgs of an engine of TP size `tp` on the pool; refuses a page size that stock would change."""
+    from sglang_adapt.upstream import front as upstream
+    from sglang_adapt.upstream.kv_pool import pool_server_args
+
+    sizes = pool_server_args(pool.geometry, tp)
+    # The last of a flag's values counts.
+    args = upstream.parse_server_args(
+        [*argv, "--page-size", str(sizes["page_size"]), "--max-total-tokens", str(sizes["max_total_tokens"])]
+    )
+    if args.page_size != sizes["page_size"]:
+        raise SettingsError(
+            f"pages hold {sizes['page_size']} tokens at TP {tp}, but stock's attention backend "
+            f"{args.attention_backend} takes {args.page_size}: give a --page-size (tokens at the smallest TP size) of "
+            "which it takes every multiple, another --attention-backend, or a single --adapt-tp-sizes value"
+        )
+    return args
+
+
+def check_allocator(environment: Mapping[str, str]) -> None:
+    """Refuse settings of torch's allocator that shared GPU memory does not survive.
+
+    Raises:
+        SettingsError: names the variable and what to remove from it.
+    """
+    try:
+        refuse_expandable_segments(environment)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _names_model(argv: Sequence[str]) -> bool:

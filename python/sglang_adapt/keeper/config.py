@@ -13,10 +13,12 @@ class RegionSpec:
     Attributes:
         name: by which its handle is asked for, e.g. "kv".
         nbytes: its size on one GPU.
+        on_host: in host memory, whatever the GPU is: for what processes without the GPU read and write.
     """
 
     name: str
     nbytes: int
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ def keeper_main(config: KeeperConfig, pipe: Connection) -> None:
 
 def _allocate(config: KeeperConfig) -> dict[str, dict[int, Region]]:
     return {
-        spec.name: {gpu: allocate(spec.nbytes, _device(config, gpu)) for gpu in config.gpu_ids}
+        spec.name: {
+            gpu: allocate(spec.nbytes, "cpu" if spec.on_host else _device(config, gpu)) for gpu in config.gpu_ids
+        }
         for spec in config.regions
     }
 

@@ -19,17 +19,23 @@ import uvloop
 import zmq
 
 from sglang_adapt.core import messages
-from sglang_adapt.core.config import AdaptConfig
+from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS, AdaptConfig
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.engine.process import rank_main
-from sglang_adapt.keeper import KeeperConfig
+from sglang_adapt.keeper import KeeperConfig, RegionSpec
+from sglang_adapt.kv.ledger_format import ledger_bytes
+from sglang_adapt.kv.sizing import PoolSettings
+from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.restarts import RestartLimit
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
-from sglang_adapt.router.supervisor import RankStart, RestartLimit, Supervisor
+from sglang_adapt.router.supervisor import RankStart, Supervisor
 from sglang_adapt.upstream import wire
+from sglang_adapt.upstream.kv_pool import RankPool
 from sglang_adapt.upstream.rank import RankArgs, configure_logging, prepare_process
 from sglang_adapt.upstream.shared_files import LoadSlots
 
@@ -38,8 +44,8 @@ logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0
 """How often the router tells the front that it lives."""
 _STOP_TIMEOUT_S = 15.0
-_WARMUP_PROMPT = [0, 1, 2, 3]
-_WARMUP_TOKENS = 2
+_KV_REGION = "kv"
+_LEDGER_REGION = "ledger"
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class RouterArgs:
         port_args: stock PortArgs of the front: where requests come from and answers go to.
         control_endpoint: where the front listens for `core.messages`.
         environment: the front's environment.
+        pool: the KV pool of every GPU; None for a deployment of one TP size, whose engines have their own.
     """
 
     config: AdaptConfig
@@ -59,6 +66,7 @@ class RouterArgs:
     port_args: Any
     control_endpoint: str
     environment: dict[str, str]
+    pool: PoolSettings | None = None
 
 
 def router_main(args: RouterArgs, report: Connection) -> None:
@@ -93,6 +101,7 @@ class _Process:
         self._starts: dict[EngineSpec, int] = {}
         self._infos: dict[EngineSpec, dict[str, Any]] = {}
         self._draining: asyncio.Task[None] | None = None
+        self.pools: Pools | None = None
         self._engines_started = False
         self._failed = False
 
@@ -116,13 +125,17 @@ class _Process:
                 ready=self._ready,
                 changed=self._changed,
                 lost=self._not_taking,
+                replied=lambda engine, data: self.calls.on_reply(engine.name, data),
             ),
         )
+        self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
         context = process_context(self._config.start_method)
+        limit = RestartLimit(self._config.restart_limit, self._config.restart_window_s)
         self._keepers = Keepers(
             self._loop,
             context,
             self._keeper_configs(),
+            limit,
             on_ready=self._on_keepers_ready,
             on_lost=self._on_keeper_lost,
             on_failed=self._on_keeper_failed,
@@ -131,10 +144,15 @@ class _Process:
             self._loop,
             context,
             self._make_ranks,
-            RestartLimit(self._config.restart_limit, self._config.restart_window_s),
+            limit,
             self._on_loaded,
             self._on_lost,
+            self._on_gone,
         )
+        pool = self._args.pool
+        if pool is not None:
+            active = self._config.layout.engines
+            self.pools = Pools(pool, self._config.candidates, active, self.calls.call, self._supervisor.kill)
         self._specs = {spec.name: spec for spec in self._config.candidates}
         for spec in self._config.candidates:
             self._router.add_engine(Engine(spec.name, send=self._sender(spec)))
@@ -174,10 +192,24 @@ class _Process:
         groups = [tuple(range(config.gpus))] if config.virtual else [(gpu,) for gpu in range(config.gpus)]
         return [
             KeeperConfig(
-                args, finest, tuple(self._device(args, gpu) for gpu in group), environment=self._args.environment
+                args,
+                finest,
+                tuple(self._device(args, gpu) for gpu in group),
+                self._regions(),
+                environment=self._args.environment,
             )
             for group in groups
         ]
+
+    def _regions(self) -> tuple[RegionSpec, ...]:
+        """What every keeper owns beside the weights."""
+        if self._args.pool is None:
+            return ()
+        geometry = self._args.pool.geometry
+        return (
+            RegionSpec(_KV_REGION, geometry.region_bytes),
+            RegionSpec(_LEDGER_REGION, ledger_bytes(geometry), on_host=True),
+        )
 
     @staticmethod
     def _device(server_args: Any, gpu: int) -> int:
@@ -186,6 +218,10 @@ class _Process:
         return index
 
     def _on_keepers_ready(self) -> None:
+        if self.pools is not None:
+            args = self._args.server_args[self._config.tp_sizes[-1]]
+            gpus = range(self._config.gpus)
+            self.pools.open({gpu: self._keepers.region(_LEDGER_REGION, self._device(args, gpu)) for gpu in gpus})
         if self._engines_started:
             self._supervisor.resume()
         else:
@@ -227,6 +263,7 @@ class _Process:
         output = make_socket(self._context, zmq.PULL, f"{base}.out", bind=True)
         self._outputs[spec] = Inbox(self._loop, output, lambda data: self._router.on_engine_message(engine, data))
         server_args = self._args.server_args[spec.tp]
+        leases = None if self.pools is None else self.pools.first_lease(spec)
         ports = dataclasses.replace(
             self._args.port_args,
             scheduler_input_ipc_name=f"{base}.in",
@@ -249,11 +286,17 @@ class _Process:
                         threads=self._config.threads_per_rank if self._config.virtual else None,
                         loads=LoadSlots(self._config.run_dir, len(self._specs), list(self._specs).index(spec.name)),
                         environment=self._args.environment,
+                        pool=None if leases is None else self._rank_pool(self._device(server_args, gpu), leases[rank]),
                     ),
                 ),
             )
             for rank, gpu in enumerate(spec.gpus)
         ]
+
+    def _rank_pool(self, device: int, pages: list[int]) -> RankPool:
+        pool = self._args.pool
+        assert pool is not None
+        return RankPool(pool.geometry, self._keepers.region(_KV_REGION, device), tuple(pages), pool.request_tokens)
 
     # What the supervisor tells.
 
@@ -269,7 +312,7 @@ class _Process:
             return
         rid = f"{wire.WARMUP_RID_PREFIX}_{spec.name}_{start}"
         try:
-            self._inputs[spec].send(wire.encode_warmup(rid, _WARMUP_PROMPT, _WARMUP_TOKENS), zmq.NOBLOCK)
+            self._inputs[spec].send(wire.encode_warmup(rid, list(WARMUP_PROMPT), WARMUP_TOKENS), zmq.NOBLOCK)
         except zmq.Again:
             # Loaded, but its socket's handshake is not through yet.
             self._loop.call_later(0.01, self._warm_up, spec, start)
@@ -277,6 +320,10 @@ class _Process:
     def _on_lost(self, spec: EngineSpec, why: str, again: bool) -> None:
         engine = self._router.engines[spec.name]
         text = f"engine {spec.name} is down: {why}"
+        self.calls.engine_lost(spec.name, why)
+        if not self._keepers.ready:
+            # A keeper that has just ended takes its engines with it, and may be noticed after them.
+            self._supervisor.hold()
         if self._report is not None:
             self._supervisor.abandon()
             self._finish_report({"status": "failed", "error": text})
@@ -290,6 +337,10 @@ class _Process:
             logger.critical("%s; it died too often, so it is given up", text)
         engine.pids = []
         self._router.engine_lost(engine, EngineState.DEAD if again else EngineState.FAILED, text)
+
+    def _on_gone(self, spec: EngineSpec) -> None:
+        if self.pools is not None:
+            self.pools.engine_gone(spec)
 
     # What the router tells.
 
@@ -332,6 +383,9 @@ class _Process:
             self._draining = self._loop.create_task(self._drain(request.timeout_s))
 
     def _send_status(self) -> None:
+        if self.pools is not None:
+            for spec in self._config.candidates:
+                self._router.engines[spec.name].blocks = self.pools.counts(spec)
         try:
             self._control.send(messages.encode(self._router.status()), zmq.NOBLOCK)
         except zmq.Again:

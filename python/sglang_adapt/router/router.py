@@ -28,6 +28,7 @@ class Outlets:
         ready: called with an engine that has answered its warm-up request.
         changed: called when the status has changed.
         lost: called with an engine that does not take messages any more.
+        replied: called with an engine's reply to a call of the router's own (`calls.py`).
     """
 
     tokenizer: Callable[[bytes], None]
@@ -35,6 +36,7 @@ class Outlets:
     ready: Callable[[Engine], None]
     changed: Callable[[], None]
     lost: Callable[[Engine], None]
+    replied: Callable[[Engine, bytes], None]
 
 
 class Router:
@@ -77,6 +79,8 @@ class Router:
                     in_flight=len(engine.in_flight),
                     restarts=engine.restarts,
                     pids=engine.pids,
+                    leased_blocks=None if engine.blocks is None else engine.blocks[0],
+                    free_blocks=None if engine.blocks is None else engine.blocks[1],
                 )
                 for engine in self.engines.values()
             ],
@@ -189,6 +193,8 @@ class Router:
             self._out.tokenizer(data)
         elif tag == wire.HEALTH_OUTPUT:
             self._out.tokenizer(data)
+        elif tag == wire.RPC_OUTPUT:
+            self._out.replied(engine, data)
         else:
             self._control.reply(engine.name, tag, data)
 

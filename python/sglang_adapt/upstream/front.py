@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.kv.sizing import KvShape
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.shared_files import ReadLoadsOfAllSlots
@@ -141,6 +142,32 @@ def sharing_fault(server_args: Any, tp_sizes: tuple[int, ...]) -> str | None:
     except UnshareableError as error:
         return str(error)
     return None
+
+
+def pool_shape(server_args: Any) -> KvShape:
+    """The shapes of the model's KV, for a pool of several TP sizes.
+
+    Raises:
+        UnpoolableError: its KV cannot lie in such a pool; says why and what to do.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_adapt.upstream.kv_shape import kv_shape
+
+    return kv_shape(server_args, ModelConfig.from_server_args(server_args))
+
+
+def asked_page_size(argv: list[str]) -> int | None:
+    """What a stock command line says of `--page-size`, itself or in its config file; stock fills in a default."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+    parser = argparse.ArgumentParser(prog="sglang serve")
+    ServerArgs.add_cli_args(parser)
+    if "--config" in argv:
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    page_size: int | None = parser.parse_args(argv).page_size
+    return page_size
 
 
 def gpu_count() -> int:

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import msgspec
 
+from sglang_adapt.core.messages import EngineCall, EngineReply, decode_engine_call, decode_engine_reply, encode_json
+
 HEALTH_RID_PREFIX = "HEALTH_CHECK"
 WARMUP_RID_PREFIX = "SGLANG_ADAPT_WARMUP"
 
@@ -23,6 +25,10 @@ TOKEN_OUTPUT = b"BatchTokenIDOutput"
 EMBED_OUTPUT = b"BatchEmbeddingOutput"
 HEALTH_OUTPUT = b"HealthCheckOutput"
 INTERNAL_STATE = b"GetInternalStateReqOutput"
+RPC_OUTPUT = b"RpcReqOutput"
+
+CALL_METHOD = "sglang_adapt_call"
+"""The method name of stock's RpcReqInput by which our calls are told from stock's own."""
 
 
 class WireError(ValueError):
@@ -180,6 +186,38 @@ def encode_warmup(rid: str, prompt: list[int], new_tokens: int) -> bytes:
     )
     request.wrap_pickle_fields()
     return msgpack_encode(request)
+
+
+def encode_call(call: EngineCall) -> bytes:
+    """A call to an engine's ranks as stock's RPC message, which stock hands to all ranks in the same iteration.
+
+    Its parameters are plain values only, so the call is JSON text in one of them.
+    """
+    from sglang.srt.managers.io_struct import RpcReqInput, msgpack_encode
+
+    return msgpack_encode(RpcReqInput(method=CALL_METHOD, parameters={"call": encode_json(call).decode()}))
+
+
+def call_of(request: Any) -> EngineCall | None:
+    """The call in a stock RpcReqInput; None if it is one of stock's own."""
+    if request.method != CALL_METHOD:
+        return None
+    return decode_engine_call(request.parameters["call"])
+
+
+def reply_message(reply: EngineReply) -> Any:
+    """The stock RpcReqOutput that carries a reply."""
+    from sglang.srt.managers.io_struct import RpcReqOutput
+
+    failed = any(rank.error is not None for rank in reply.ranks)
+    return RpcReqOutput(success=not failed, message=encode_json(reply).decode())
+
+
+def reply_of(data: bytes) -> EngineReply:
+    """The reply in an encoded RpcReqOutput."""
+    from sglang.srt.managers.io_struct import msgpack_decode
+
+    return decode_engine_reply(msgpack_decode(data).message)
 
 
 def reply_tags() -> dict[bytes, bytes]:

@@ -1,0 +1,186 @@
+"""The KV blocks of all GPUs under the server: the router's ledgers, and the leases that engines get of them.
+
+Engines of the layout share out all blocks; every other engine keeps a small lease for as long as it lives, with
+which it runs its warm-up request, also when it is started again while the layout's engines hold all the rest. That
+costs a few blocks a GPU, which the pool has beyond what was asked for (`kv/sizing.py`), and saves taking blocks away
+from an engine that is busy.
+
+A block is free again only when every process that could write to it is gone.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.kv.blocks import BlockLedger, BlockState
+from sglang_adapt.kv.leases import EngineRanks, Leases
+from sglang_adapt.kv.sizing import PoolSettings
+from sglang_adapt.memory import Region, RegionHandle, attach
+from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
+
+Call = Callable[[str, str, dict[str, Any], int], Awaitable[list[dict[str, Any]]]]
+"""`call(engine, name, payload, epoch)`: `EngineCalls.call`."""
+
+
+class Pools:
+    """The ledgers of all GPUs, written by this process alone, and the operations on engines' leases.
+
+    Args:
+        settings: the pool of every GPU.
+        engines: all candidates.
+        active: the engines of the layout.
+        call: asks an engine's ranks.
+        kill: kills an engine of which nobody knows what its ranks hold; it is started again.
+
+    Attributes:
+        epoch: of the layout; every change of a ledger and every call to an engine carries it.
+    """
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        engines: Sequence[EngineSpec],
+        active: Sequence[EngineSpec],
+        call: Call,
+        kill: Callable[[EngineSpec, str], None],
+    ) -> None:
+        self.settings = settings
+        self.epoch = 0
+        self._ranks = {
+            spec: EngineRanks(number, spec.name, tuple(spec.gpus)) for number, spec in enumerate(engines, start=1)
+        }
+        self._active = set(active)
+        self._call = call
+        self._kill = kill
+        self._run_id = uuid.uuid4().hex
+        self._regions: dict[int, Region] = {}
+        self._ledgers: dict[int, BlockLedger] = {}
+        self._leases = Leases({})
+        self._deaths = dict.fromkeys(self._ranks, 0)
+        self._counts: dict[EngineSpec, tuple[int, int]] = {}
+
+    def open(self, handles: Mapping[int, RegionHandle]) -> None:
+        """Map the keepers' ledger regions by GPU, and start an empty ledger in each that is new.
+
+        A keeper that was started anew has lost its GPU's KV, and its engines were killed with it: its ledger begins
+        again, in an epoch of its own.
+
+        Raises:
+            MemoryGoneError: a keeper has ended already.
+            ForeignLedgerError: the memory holds the ledger of another run.
+        """
+        new = {gpu: handle for gpu, handle in handles.items() if self._handle(gpu) != handle}
+        if not new:
+            return
+        self.epoch += 1
+        for gpu, handle in new.items():
+            region = attach(handle, "write")
+            self._ledgers[gpu] = BlockLedger(region.tensor.numpy(), self.settings.geometry, gpu, self._run_id)
+            self._regions[gpu] = region
+        self._leases = Leases(self._ledgers)
+        self._counts.clear()
+
+    def first_lease(self, spec: EngineSpec) -> list[list[int]]:
+        """Lease blocks to an engine that is about to be started; returns those of each rank.
+
+        Raises:
+            NoFreeBlocksError: the blocks that are kept for it are not there.
+        """
+        count = self.available(spec) if spec in self._active else self.settings.standby_blocks
+        return self._take(spec, count)
+
+    def available(self, spec: EngineSpec) -> int:
+        """Blocks on each rank by which an engine's lease may grow: the free ones, less those that are kept for other
+        engines on the same GPUs that do not have theirs now."""
+        ranks = self._ranks[spec]
+        return max(0, min(self._ledgers[gpu].count(BlockState.FREE) - self._kept(spec, gpu) for gpu in ranks.gpus))
+
+    def counts(self, spec: EngineSpec) -> tuple[int, int]:
+        """(leased, free) blocks on each of an engine's GPUs; free is what no engine has. (0, 0) before `open`."""
+        if not self._ledgers:
+            return 0, 0
+        if spec not in self._counts:
+            ranks = self._ranks[spec]
+            self._counts[spec] = (self._leases.lease(ranks).shape[1], self._leases.free(ranks))
+        return self._counts[spec]
+
+    def lease(self, spec: EngineSpec) -> list[list[int]]:
+        """The leased blocks of each rank, ascending."""
+        pages: list[list[int]] = self._leases.lease(self._ranks[spec]).tolist()
+        return pages
+
+    def engine_gone(self, spec: EngineSpec) -> int:
+        """All processes of an engine have ended: take its blocks back; returns how many on each GPU."""
+        if not self._ledgers:
+            return 0
+        self._deaths[spec] += 1
+        self._counts.clear()
+        return self._leases.engine_died(self._ranks[spec], self.epoch)
+
+    def check(self) -> None:
+        """Check all ledgers. Raises LedgerError."""
+        self._leases.check(list(self._ranks.values()))
+
+    async def grow(self, spec: EngineSpec, count: int) -> list[list[int]]:
+        """Give a running engine `count` more blocks on each rank; returns them.
+
+        Raises:
+            NoFreeBlocksError: fewer are free; nothing has changed.
+            CallRefusedError: the engine refused; nothing has changed.
+            CallBrokenError: the engine is being killed, its blocks come back when it is gone.
+            EngineGoneError: it died; its blocks come back as well.
+        """
+        pages = self._take(spec, count)
+        deaths = self._deaths[spec]
+        try:
+            await self._ask(spec, "kv_grow", {"pages": pages})
+        except CallRefusedError:
+            if self._deaths[spec] == deaths:
+                self._free(spec, pages)
+            raise
+        return pages
+
+    async def give_back(self, spec: EngineSpec, count: int) -> list[list[int]]:
+        """Take `count` blocks on each rank out of a running engine's lease; returns them. They are free then.
+
+        Raises:
+            CallRefusedError: requests hold too many; nothing has changed.
+            CallBrokenError, EngineGoneError: as `grow`.
+        """
+        answers = await self._ask(spec, "kv_give_back", {"count": count})
+        pages: list[list[int]] = [answer["pages"] for answer in answers]
+        self._free(spec, pages)
+        return pages
+
+    async def _ask(self, spec: EngineSpec, name: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        deaths = self._deaths[spec]
+        try:
+            answers = await self._call(spec.name, name, payload, self.epoch)
+        except CallBrokenError as error:
+            self._kill(spec, str(error))
+            raise
+        if self._deaths[spec] != deaths:
+            # It answered and died before this was read: its blocks are back, and perhaps leased anew.
+            raise EngineGoneError(f"{spec}: it died right after {name}")
+        return answers
+
+    def _take(self, spec: EngineSpec, count: int) -> list[list[int]]:
+        self._counts.clear()
+        pages: list[list[int]] = self._leases.grow(self._ranks[spec], count, self.epoch).tolist()
+        return pages
+
+    def _free(self, spec: EngineSpec, pages: list[list[int]]) -> None:
+        self._counts.clear()
+        self._leases.shrink(self._ranks[spec], pages, self.epoch)
+
+    def _kept(self, spec: EngineSpec, gpu: int) -> int:
+        """Blocks of a GPU that other engines on it still need to have a lease at all."""
+        ledger, least = self._ledgers[gpu], self.settings.standby_blocks
+        others = (ranks for other, ranks in self._ranks.items() if other != spec and gpu in ranks.gpus)
+        return sum(max(0, least - ledger.count(BlockState.LEASED, ranks.number)) for ranks in others)
+
+    def _handle(self, gpu: int) -> RegionHandle | None:
+        return self._regions[gpu].handle if gpu in self._regions else None
