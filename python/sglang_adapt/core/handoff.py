@@ -78,6 +78,9 @@ class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
 class AdoptCall(msgspec.Struct, frozen=True, tag=True):
     """Take requests up whose KV lies, or is put by the engine's copy, in blocks that now join the lease.
 
+    The engine decodes at once: grow its lease before. Stock retracts requests for which there is no free block, and
+    aborts the last one. The same holds for RestoreCall.
+
     Attributes:
         epoch: that of the switch.
         requests: from an ExportAnswer of rank 0.
