@@ -38,6 +38,7 @@ class CarriedRequest(msgspec.Struct, frozen=True):
         state: everything else that it needs to go on, for `upstream.handoff` alone: a pickle, because the values are
             stock's own objects, whose fields are stock's business. It is made and read by engine ranks of one run only;
             a router forwards it unread.
+        recompute: it had KV, which was left behind.
     """
 
     rid: str
@@ -47,12 +48,36 @@ class CarriedRequest(msgspec.Struct, frozen=True):
     most_tokens: int
     priority: int | None
     state: bytes
+    recompute: bool = False
+
+    def without_kv(self) -> CarriedRequest:
+        """The same request, its KV left behind: it waits, and the engine that adopts it computes the KV again."""
+        return msgspec.structs.replace(self, kind=RequestKind.WAITING, kv_tokens=0, recompute=True)
+
+
+class KvSource(msgspec.Struct, frozen=True):
+    """Where the KV of a request on the move lies.
+
+    Attributes:
+        gpus: the deployment's GPUs that the ranks of the source engine are on, by rank.
+        blocks: by rank of the source, the request's blocks there in token order.
+    """
+
+    gpus: list[int]
+    blocks: list[list[int]]
 
 
 class ExportCall(msgspec.Struct, frozen=True, tag=True):
-    """Stop after the batch in flight and hand out all requests; they and their blocks stay held."""
+    """Stop after the batch in flight and hand out all requests; they and their blocks stay held.
+
+    Attributes:
+        epoch: of the switch that begins.
+        keep: how many blocks the lease of each rank may keep; free ones and evictable prefixes beyond that are given
+            back. None to keep the lease as it is.
+    """
 
     epoch: int
+    keep: int | None = None
 
 
 class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +91,7 @@ class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
         exported: the blocks that have left the rank's lease, ascending: those that belong to one request alone. The
             rest of `blocks` is in the prefix cache, locked, and still leased.
         staying: requests that go on running here, with the reason why they cannot be carried.
+        given: the free blocks that have left the rank's lease, ascending; see `ExportCall.keep`.
     """
 
     epoch: int
@@ -73,6 +99,7 @@ class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
     blocks: list[list[int]]
     exported: list[int]
     staying: dict[str, str]
+    given: list[int] = []
 
 
 class AdoptCall(msgspec.Struct, frozen=True, tag=True):
@@ -85,12 +112,16 @@ class AdoptCall(msgspec.Struct, frozen=True, tag=True):
         epoch: that of the switch.
         requests: from an ExportAnswer of rank 0.
         blocks: by rank of the adopting engine, for each request: blocks in token order, none for waiting requests.
+        sources: for each request where its KV is copied from; empty if the router has had it copied already.
+        grow: by rank, free blocks that join the lease as well.
         aborted: ids of requests that their clients have given up meanwhile; they are left out, and so are their blocks.
     """
 
     epoch: int
     requests: list[CarriedRequest]
     blocks: list[list[list[int]]]
+    sources: list[KvSource] = []
+    grow: list[list[int]] = []
     aborted: list[str] = []
 
 
@@ -111,10 +142,17 @@ class AdoptAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseCall(msgspec.Struct, frozen=True, tag=True):
-    """Forget what was exported: the requests in `taken` live elsewhere."""
+    """Forget what was exported: the requests in `taken` live elsewhere.
+
+    Attributes:
+        epoch: that of the export.
+        taken: ids.
+        keep: as in ExportCall; what was locked in the prefix cache can be given back now.
+    """
 
     epoch: int
     taken: list[str]
+    keep: int | None = None
 
 
 class ReleaseAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -124,11 +162,13 @@ class ReleaseAnswer(msgspec.Struct, frozen=True, tag=True):
         epoch: that of the call.
         freed: the blocks that belong to no one now, ascending: `ExportAnswer.exported`. They are not in the lease.
         aborted: requests that were taken and then given up by their clients: abort them where they live.
+        given: the free blocks that have left the rank's lease, ascending.
     """
 
     epoch: int
     freed: list[int]
     aborted: list[str]
+    given: list[int] = []
 
 
 class RestoreCall(msgspec.Struct, frozen=True, tag=True):

@@ -8,17 +8,33 @@ raises beside `REFUSALS` ends its rank, and with it the engine, which is started
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from sglang_adapt.core.handoff import HandoffCall
 from sglang_adapt.core.messages import EngineCall, RankAnswer
 from sglang_adapt.engine import kv
+from sglang_adapt.engine.copying import CopyRefusedError, KvCopies, handles_of
+from sglang_adapt.engine.handoff import EngineHandoff, StaleHandoffError
 from sglang_adapt.kv.adaptor import LeaseError
+from sglang_adapt.kv.plan import PlanError
+from sglang_adapt.memory import SharedMemoryError
+from sglang_adapt.upstream.handoff import REFUSALS as HANDOFF_REFUSALS
+from sglang_adapt.upstream.kv_pool import EnginePool
 
 Handler = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
 """`handler(scheduler, rank, payload)`: stock's scheduler and the rank within the engine."""
 
-REFUSALS = (LeaseError,)
+REFUSALS = (
+    LeaseError,
+    StaleHandoffError,
+    CopyRefusedError,
+    PlanError,
+    SharedMemoryError,
+    msgspec.ValidationError,
+    *HANDOFF_REFUSALS,
+)
 """Errors that say that nothing has changed."""
 
 HANDLERS: Mapping[str, Handler] = {
@@ -28,7 +44,6 @@ HANDLERS: Mapping[str, Handler] = {
 }
 
 
-@dataclass
 class EngineControl:
     """The calls of one rank.
 
@@ -37,8 +52,31 @@ class EngineControl:
         epoch: the highest epoch of a call so far.
     """
 
-    handlers: Mapping[str, Handler] = field(default_factory=lambda: HANDLERS)
-    epoch: int = 0
+    def __init__(self, handlers: Mapping[str, Handler] = HANDLERS) -> None:
+        self.handlers = dict(handlers)
+        self.epoch = 0
+
+    def started(self, scheduler: Any, rank: int, pool: EnginePool, gpus: tuple[int, ...]) -> None:
+        """The scheduler is built, on a shared pool: requests can move from here on, by `handoff` and `kv_map`.
+
+        Args:
+            gpus: the deployment's GPUs of the engine's ranks.
+
+        Raises:
+            HandoffUnsupportedError, UnknownReqStateError, PatchError: see `EngineHandoff`.
+        """
+        copies = KvCopies(pool.engine, pool.geometry, gpus, rank, pool.region)
+        handoff = EngineHandoff(scheduler, copies.copy)
+
+        def move(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
+            answer: dict[str, Any] = msgspec.to_builtins(handoff.answer(msgspec.convert(payload, HandoffCall)))
+            return answer
+
+        def map_regions(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
+            copies.map(handles_of(payload["regions"]))
+            return {}
+
+        self.handlers |= {"handoff": move, "kv_map": map_regions}
 
     def __call__(self, scheduler: Any, rank: int, call: EngineCall) -> RankAnswer:
         """Do what is asked, or say why not, with nothing changed."""

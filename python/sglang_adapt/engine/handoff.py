@@ -19,6 +19,7 @@ from sglang_adapt.upstream.handoff import export as exporting
 from sglang_adapt.upstream.handoff.held import HELD_PATCHES, Held, held
 from sglang_adapt.upstream.handoff.refusals import check_engine
 from sglang_adapt.upstream.handoff.state import check_req_attributes
+from sglang_adapt.upstream.kv_lease import EngineLease
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.penalties import PENALTY_PATCHES
 
@@ -92,7 +93,8 @@ class EngineHandoff:
             )
         export = exporting.export(self._scheduler, call.epoch)
         self._epoch = call.epoch
-        return messages.ExportAnswer(call.epoch, export.requests, export.blocks, export.pages, export.staying)
+        given = self._shrink_to(call.keep)
+        return messages.ExportAnswer(call.epoch, export.requests, export.blocks, export.pages, export.staying, given)
 
     def adopt(self, call: messages.AdoptCall) -> messages.AdoptAnswer:
         """Take requests up; they run, or wait, from the next batch on. An epoch may have several of these calls.
@@ -115,9 +117,11 @@ class EngineHandoff:
             for request, blocks in zip(call.requests, given, strict=True)
             if request.rid not in call.aborted
         ]
-        copy = None if self._copy is None else partial(self._copy, call)
+        copy = None if self._copy is None or not call.sources else partial(self._copy, call)
         adoption = adopting.adopt(self._scheduler, [pair[0] for pair in pairs], [pair[1] for pair in pairs], copy)
         self._epoch = call.epoch
+        if call.grow:
+            EngineLease.of(self._scheduler).grow(call.grow[self._scheduler.ps.tp_rank])
         leased = sorted(block for _, blocks in pairs for block in blocks)
         return messages.AdoptAnswer(call.epoch, adoption.adopted, adoption.spilled, leased)
 
@@ -130,7 +134,7 @@ class EngineHandoff:
         """
         held = self._held(call.epoch)
         aborted = exporting.release(self._scheduler, held, set(call.taken))
-        return messages.ReleaseAnswer(call.epoch, held.pages, aborted)
+        return messages.ReleaseAnswer(call.epoch, held.pages, aborted, self._shrink_to(call.keep))
 
     def restore(self, call: messages.RestoreCall) -> messages.RestoreAnswer:
         """Put the held requests back as they were.
@@ -150,6 +154,14 @@ class EngineHandoff:
             StaleHandoffError: no requests of this epoch are held.
         """
         return messages.AbortHeldAnswer(call.epoch, self._held(call.epoch).abort(call.rid, call.abort_all))
+
+    def _shrink_to(self, keep: int | None) -> list[int]:
+        """Give back what is free or evictable of the lease beyond `keep` blocks; returns it, ascending."""
+        if keep is None:
+            return []
+        lease = EngineLease.of(self._scheduler)
+        count = min(lease.spare_pages, len(lease.pages) - keep)
+        return sorted(lease.give_back(count).tolist()) if count > 0 else []
 
     def _held(self, epoch: int) -> Held:
         there = held()

@@ -8,14 +8,23 @@ of earlier batches; stock's own RPC answers go back to whoever asked, as before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from sglang_adapt.core.messages import EngineCall, EngineReply, RankAnswer
 from sglang_adapt.upstream import wire
+from sglang_adapt.upstream.kv_pool import EnginePool
 from sglang_adapt.upstream.patch import PATCHES, Patch
 
-Control = Callable[[Any, int, EngineCall], RankAnswer]
-"""`control(scheduler, rank, call)`: what a rank does with a call; what it raises ends the rank."""
+
+class Control(Protocol):
+    """What a rank does with the router's calls."""
+
+    def started(self, scheduler: Any, rank: int, pool: EnginePool, gpus: tuple[int, ...]) -> None:
+        """The scheduler is built, on a shared pool; the engine's ranks are on these of the deployment's GPUs."""
+
+    def __call__(self, scheduler: Any, rank: int, call: EngineCall) -> RankAnswer:
+        """Do what a call asks; what this raises ends the rank."""
+
 
 _control: Control | None = None
 

@@ -33,12 +33,14 @@ class RankPool:
         region: the keeper's handle of it.
         pages: the rank's first lease.
         request_tokens: the longest request that is served.
+        gpus: the deployment's GPUs that the engine's ranks are on, by rank.
     """
 
     geometry: PoolGeometry
     region: RegionHandle
     pages: tuple[int, ...]
     request_tokens: int
+    gpus: tuple[int, ...]
 
 
 @dataclass(eq=False)

@@ -16,8 +16,10 @@ from typing import Any
 from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.upstream.control import Control, use_control
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
-from sglang_adapt.upstream.kv_pool import RankPool, require_pool_used, use_rank_pool
+from sglang_adapt.upstream.handoff.held import HELD_PATCHES
+from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_used, use_rank_pool
 from sglang_adapt.upstream.patch import PATCHES, Patch
+from sglang_adapt.upstream.penalties import PENALTY_PATCHES
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
 from sglang_adapt.weights import WeightsHandle
 
@@ -96,6 +98,10 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
 )
 
 
+HANDOFF_PATCHES: tuple[type[Patch], ...] = HELD_PATCHES + PENALTY_PATCHES
+"""Where requests may move between engines."""
+
+
 def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: Control) -> None:
     """Build the scheduler, report its start-up facts, serve until it is told to shut down.
 
@@ -117,6 +123,8 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     prepare_process(*RANK_PATCHES)
     use_load_slots(args.loads)
     use_control(control)
+    if args.pool is not None:
+        PATCHES.apply(*HANDOFF_PATCHES)
     if args.weights is not None:
         from sglang_adapt.upstream.weights.attach import use_store
 
@@ -156,8 +164,9 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
         moe_dp_rank,
         None,
     )
-    if region is not None:
+    if args.pool is not None:
         require_pool_used()
+        control.started(scheduler, args.tp_rank, current_pool(), args.pool.gpus)
     report(scheduler.get_init_info())
     try:
         scheduler.run_event_loop()

@@ -4,3 +4,12 @@
 `quiesce` stops a scheduler, `held` keeps what it has given out, `export` and `adopt` are the two ends, `batch` makes
 requests run whose KV is there. `engine.handoff` is the way in.
 """
+
+from sglang_adapt.upstream.handoff.adopt import AdoptError
+from sglang_adapt.upstream.handoff.agree import OtherRankFailedError
+from sglang_adapt.upstream.handoff.export import ExportError
+from sglang_adapt.upstream.handoff.grammar import GrammarError
+from sglang_adapt.upstream.handoff.pack import UnpackError
+
+REFUSALS = (AdoptError, ExportError, GrammarError, OtherRankFailedError, UnpackError)
+"""Errors that say that nothing has changed."""

@@ -112,7 +112,7 @@ def _prepare(scheduler: Any, requests: Sequence[CarriedRequest], blocks: Sequenc
         _check_fits(scheduler, carried, pages)
         unpacked = unpack(carried, scheduler)
         req = unpacked.req
-        if unpacked.has_grammar and (carried.kind is not RequestKind.WAITING or req.output_ids):
+        if unpacked.has_grammar and (carried.recompute or carried.kind is not RequestKind.WAITING or req.output_ids):
             rebuild_grammar(scheduler, req)
         runs = carried.kind is RequestKind.RUNNING and slots > 0
         slots -= runs
@@ -162,6 +162,9 @@ def _queue(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
             _cache(scheduler, arrival)
             _expect_prefill(req, spilled=arrival.kind is RequestKind.RUNNING)
             first.append(req)
+        elif arrival.unpacked.carried.recompute:
+            _expect_prefill(req, spilled=len(req.output_ids) > 0)
+            scheduler.waiting_queue.append(req)
         elif arrival.unpacked.has_grammar and not req.output_ids:
             if not scheduler.grammar_manager.process_req_with_grammar(req):
                 scheduler.waiting_queue.append(req)
