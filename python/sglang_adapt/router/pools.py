@@ -10,16 +10,21 @@ A block is free again only when every process that could write to it is gone.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.kv.blocks import BlockLedger, BlockState
-from sglang_adapt.kv.leases import EngineRanks, Leases
+from sglang_adapt.kv.leases import CopyTicket, EngineRanks, Leases
+from sglang_adapt.kv.plan import CopyBatch
 from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.memory import Region, RegionHandle, attach
 from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
+
+Pages = list[list[int]]
+"""Blocks of an engine, a list a rank; all of one length."""
 
 Call = Callable[[str, str, dict[str, Any], int], Awaitable[list[dict[str, Any]]]]
 """`call(engine, name, payload, epoch)`: `EngineCalls.call`."""
@@ -61,6 +66,7 @@ class Pools:
         self._leases = Leases({})
         self._deaths = dict.fromkeys(self._ranks, 0)
         self._counts: dict[EngineSpec, tuple[int, int]] = {}
+        self._gone: dict[EngineSpec, asyncio.Future[None]] = {}
 
     def open(self, handles: Mapping[int, RegionHandle]) -> None:
         """Map the keepers' ledger regions by GPU, and start an empty ledger in each that is new.
@@ -116,9 +122,12 @@ class Pools:
         """All processes of an engine have ended: take its blocks back; returns how many on each GPU."""
         if not self._ledgers:
             return 0
-        self._deaths[spec] += 1
         self._counts.clear()
-        return self._leases.engine_died(self._ranks[spec], self.epoch)
+        count = self._leases.engine_died(self._ranks[spec], self.epoch)
+        self._deaths[spec] += 1
+        if (waiter := self._gone.pop(spec, None)) is not None:
+            waiter.set_result(None)
+        return count
 
     def check(self) -> None:
         """Check all ledgers. Raises LedgerError."""
@@ -136,7 +145,7 @@ class Pools:
         pages = self._take(spec, count)
         deaths = self._deaths[spec]
         try:
-            await self._ask(spec, "kv_grow", {"pages": pages})
+            await self.ask(spec, "kv_grow", {"pages": pages})
         except CallRefusedError:
             if self._deaths[spec] == deaths:
                 self._free(spec, pages)
@@ -150,12 +159,91 @@ class Pools:
             CallRefusedError: requests hold too many; nothing has changed.
             CallBrokenError, EngineGoneError: as `grow`.
         """
-        answers = await self._ask(spec, "kv_give_back", {"count": count})
+        answers = await self.ask(spec, "kv_give_back", {"count": count})
         pages: list[list[int]] = [answer["pages"] for answer in answers]
         self._free(spec, pages)
         return pages
 
-    async def _ask(self, spec: EngineSpec, name: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
+    async def fill(self, spec: EngineSpec) -> None:
+        """Give a running engine of the layout all blocks that it may have. Raises as `grow`."""
+        if spec in self._active and (count := self.available(spec)):
+            await self.grow(spec, count)
+
+    # A switch of layout; each step is for all ranks of an engine, block lists are `[TP size][n]`.
+
+    def begin_epoch(self) -> int:
+        self.epoch += 1
+        return self.epoch
+
+    def activate(self, active: Sequence[EngineSpec]) -> None:
+        """These engines are the layout's now: they share out all blocks from here on."""
+        self._active = set(active)
+
+    def ranks(self, spec: EngineSpec) -> EngineRanks:
+        return self._ranks[spec]
+
+    def deaths(self, spec: EngineSpec) -> int:
+        """How often an engine has died: what it was lent before is not what it has now."""
+        return self._deaths[spec]
+
+    async def gone(self, spec: EngineSpec, deaths: int) -> None:
+        """Wait until all processes of the engine that had died `deaths` times are gone."""
+        while self._deaths[spec] <= deaths:
+            self._gone[spec] = self._gone.get(spec) or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._gone[spec])
+
+    def exported(self, spec: EngineSpec, exported: Pages, given: Pages) -> None:
+        """An engine has handed out requests with their blocks, and given free blocks back."""
+        self._counts.clear()
+        self._leases.export(self._ranks[spec], exported, self.epoch)
+        self._leases.shrink(self._ranks[spec], given, self.epoch)
+
+    def restored(self, spec: EngineSpec, exported: Pages) -> None:
+        """An engine has taken back what it had handed out."""
+        self._counts.clear()
+        self._leases.restore(self._ranks[spec], exported, self.epoch)
+
+    def released(self, spec: EngineSpec, exported: Pages, given: Pages) -> None:
+        """What an engine had handed out lives elsewhere; its blocks are free."""
+        self._counts.clear()
+        self._leases.release(self._ranks[spec], exported, self.epoch)
+        self._leases.shrink(self._ranks[spec], given, self.epoch)
+
+    def reserve(self, spec: EngineSpec, count: int) -> Pages:
+        """Set blocks aside for requests that are to move to an engine. Raises NoFreeBlocksError."""
+        self._counts.clear()
+        pages: Pages = self._leases.reserve(self._ranks[spec], count, self.epoch).tolist()
+        return pages
+
+    def lend(self, spec: EngineSpec, count: int) -> Pages:
+        """Blocks that are to join an engine's lease with the next message to it. Raises NoFreeBlocksError."""
+        return self._take(spec, count)
+
+    def adopted(self, spec: EngineSpec, reserved: Pages) -> None:
+        """An engine has taken up the requests for which blocks were reserved."""
+        self._leases.adopt(self._ranks[spec], reserved, self.epoch)
+
+    def refused(self, spec: EngineSpec, reserved: Pages, lent: Pages) -> None:
+        """An engine has refused to take up requests: what was reserved and lent for it is free."""
+        self._counts.clear()
+        self._leases.cancel(self._ranks[spec], reserved, self.epoch)
+        self._leases.shrink(self._ranks[spec], lent, self.epoch)
+
+    def begin_copy(self, batches: Sequence[CopyBatch]) -> CopyTicket:
+        """Engines are about to copy: what they read and write is not given to anyone before `end_copy`."""
+        return self._leases.begin_copy(batches, self.epoch)
+
+    def end_copy(self, ticket: CopyTicket) -> None:
+        self._counts.clear()
+        self._leases.end_copy(ticket, self.epoch)
+
+    async def ask(self, spec: EngineSpec, name: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        """Call an engine in the present epoch. It is killed if nobody knows what it did.
+
+        Raises:
+            CallRefusedError: nothing has changed.
+            CallBrokenError, EngineGoneError: it is dead, or about to be.
+        """
         deaths = self._deaths[spec]
         try:
             answers = await self._call(spec.name, name, payload, self.epoch)

@@ -16,7 +16,7 @@ import torch
 
 from sglang_adapt.kv.adaptor import LeasePages, layer_views
 from sglang_adapt.kv.geometry import PoolGeometry
-from sglang_adapt.memory import Region, RegionHandle, attach
+from sglang_adapt.memory import RegionHandle, attach
 from sglang_adapt.upstream.patch import PATCHES, Patch
 
 
@@ -251,8 +251,8 @@ def use_pool(
     return PATCHES.verify(*POOL_PATCHES)
 
 
-def use_rank_pool(engine: str, tp: int, pool: RankPool) -> Region:
-    """`use_pool` on a keeper's region; keep what it returns as long as the scheduler lives.
+def use_rank_pool(engine: str, tp: int, pool: RankPool) -> None:
+    """`use_pool` on a keeper's region.
 
     Raises:
         MemoryGoneError: the keeper has ended.
@@ -262,7 +262,6 @@ def use_rank_pool(engine: str, tp: int, pool: RankPool) -> Region:
     geometry = pool.geometry
     view = region.tensor[: geometry.region_bytes].view(_INTEGERS[geometry.itemsize]).view(geometry.region_shape)
     use_pool(engine, geometry, tp, view, pool.pages, pool.request_tokens)
-    return region
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

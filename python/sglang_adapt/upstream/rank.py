@@ -150,9 +150,8 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     # Stock finds its schedulers by the beginning of this title.
     setproctitle.setproctitle(f"sglang::scheduler_{label}")
     publish(args.server_args, role="scheduler")
-    region = None
     if args.pool is not None:
-        region = use_rank_pool(args.engine, args.server_args.tp_size, args.pool)
+        use_rank_pool(args.engine, args.server_args.tp_size, args.pool)
     scheduler = Scheduler(
         args.server_args,
         args.port_args,
