@@ -24,6 +24,7 @@ class AdaptConfig:
         restart_limit: restarts of one engine within `restart_window_s` after which it is given up; as many of a
             keeper end the server.
         drain_timeout_s: how long running requests may take to finish after SIGTERM or Ctrl-C.
+        switch_drain_timeout_s: how long a switch of layout waits for requests that have to end first.
         threads_per_rank: CPU threads of each rank's torch; used on virtual GPUs only.
         run_dir: private folder of this run's sockets, removed at the end.
         share_weights: keepers hold one copy of the weights for the engines of all TP sizes.
@@ -37,6 +38,7 @@ class AdaptConfig:
     restart_limit: int
     restart_window_s: float
     drain_timeout_s: float
+    switch_drain_timeout_s: float
     threads_per_rank: int
     run_dir: str
     share_weights: bool

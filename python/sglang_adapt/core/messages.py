@@ -54,6 +54,36 @@ class StatusRequest(msgspec.Struct, frozen=True, tag=True):
     """Front to router: send the status now."""
 
 
+class SwitchRequest(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: go over to a layout. Answered by a LayoutAnswer when it is done or refused.
+
+    Attributes:
+        id: names the request in its answer.
+        layout: e.g. `tp2@0-1`.
+        strategy: one of `policy.carry.Strategy`.
+        reason: for the log.
+    """
+
+    id: int
+    layout: str
+    strategy: str
+    reason: str
+
+
+class LayoutRequest(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: which layout serves, read back from the engines? Answered by a LayoutAnswer."""
+
+    id: int
+
+
+class LayoutAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Router to front: HTTP status and body of the answer to the request `id`."""
+
+    id: int
+    status: int
+    body: dict[str, Any]
+
+
 class EngineCall(msgspec.Struct, frozen=True):
     """Router to all ranks of an engine: do one thing, in the same iteration.
 
@@ -85,8 +115,8 @@ class EngineReply(msgspec.Struct, frozen=True):
     ranks: list[RankAnswer]
 
 
-FrontToRouter = DrainRequest | StatusRequest
-RouterToFront = RouterStatus
+FrontToRouter = DrainRequest | StatusRequest | SwitchRequest | LayoutRequest
+RouterToFront = RouterStatus | LayoutAnswer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_front_to_router = msgspec.msgpack.Decoder(FrontToRouter).decode

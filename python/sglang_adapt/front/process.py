@@ -20,6 +20,7 @@ from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.front.asgi import AdaptLayer
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
+from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
 from sglang_adapt.front.settings import SettingsError, make_settings
 
@@ -63,9 +64,10 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
     launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool)
     link = RouterLink(control)
+    args = settings.server_args[config.tp_sizes[0]]
     try:
         upstream.serve(
-            settings.server_args[config.tp_sizes[0]],
+            args,
             launcher,
             AdaptLayer,
             {
@@ -75,6 +77,7 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "start_receiving": upstream.start_receiving,
             },
             lambda args: _warm_up(args, link),
+            LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes,
         )
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

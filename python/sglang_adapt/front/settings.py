@@ -84,6 +84,14 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         help="how long running requests may take after SIGTERM or Ctrl-C, in seconds (default: 60)",
     )
     group.add_argument(
+        "--adapt-switch-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="how long a switch of layout waits for requests that have to end before it (strategy drain, and requests "
+        "that cannot be moved), in seconds (default: 60)",
+    )
+    group.add_argument(
         "--adapt-start-method",
         choices=["forkserver", "spawn"],
         help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, "
@@ -107,7 +115,7 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown:
         known = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vars(ours)))
         raise SettingsError(f"{unknown[0]} is not a flag; sglang_adapt knows {known}")
-    for name in ("adapt_restart_limit", "adapt_restart_window", "adapt_drain_timeout"):
+    for name in ("adapt_restart_limit", "adapt_restart_window", "adapt_drain_timeout", "adapt_switch_timeout"):
         if getattr(ours, name) < 0:
             raise SettingsError(f"--{name.replace('_', '-')} {getattr(ours, name)} is negative")
     return ours, rest
@@ -181,6 +189,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         restart_limit=ours.adapt_restart_limit,
         restart_window_s=ours.adapt_restart_window,
         drain_timeout_s=ours.adapt_drain_timeout,
+        switch_drain_timeout_s=ours.adapt_switch_timeout,
         threads_per_rank=1,
         run_dir=run_dir,
         share_weights=len(tp_sizes) > 1,

@@ -20,20 +20,24 @@ import zmq
 
 from sglang_adapt.core import messages
 from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS, AdaptConfig
-from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.layout import EngineSpec, LayoutError, parse_layout
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.engine.process import rank_main
 from sglang_adapt.keeper import KeeperConfig, RegionSpec
 from sglang_adapt.kv.ledger_format import ledger_bytes
 from sglang_adapt.kv.sizing import PoolSettings
+from sglang_adapt.memory import RegionHandle
+from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.restarts import RestartLimit
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.supervisor import RankStart, Supervisor
+from sglang_adapt.router.switch import SwitchRefusedError
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.kv_pool import RankPool
 from sglang_adapt.upstream.rank import RankArgs, configure_logging, prepare_process
@@ -102,6 +106,8 @@ class _Process:
         self._infos: dict[EngineSpec, dict[str, Any]] = {}
         self._draining: asyncio.Task[None] | None = None
         self.pools: Pools | None = None
+        self.modes: Modes | None = None
+        self._asked: set[asyncio.Task[None]] = set()
         self._engines_started = False
         self._failed = False
 
@@ -154,6 +160,10 @@ class _Process:
             active = self._config.layout.engines
             self.pools = Pools(pool, self._config.candidates, active, self.calls.call, self._supervisor.kill)
         self._specs = {spec.name: spec for spec in self._config.candidates}
+        if self.pools is not None:
+            self.modes = Modes(
+                self._router, self.pools, self._specs, self._kv_regions, self._config.switch_drain_timeout_s
+            )
         for spec in self._config.candidates:
             self._router.add_engine(Engine(spec.name, send=self._sender(spec)))
         self._keepers.start()
@@ -210,6 +220,11 @@ class _Process:
             RegionSpec(_KV_REGION, geometry.region_bytes),
             RegionSpec(_LEDGER_REGION, ledger_bytes(geometry), on_host=True),
         )
+
+    def _kv_regions(self) -> dict[int, RegionHandle]:
+        """The KV region of each of the deployment's GPUs. Raises KeeperError if a keeper is not ready."""
+        args = self._args.server_args[self._config.tp_sizes[-1]]
+        return {gpu: self._keepers.region(_KV_REGION, self._device(args, gpu)) for gpu in range(self._config.gpus)}
 
     @staticmethod
     def _device(server_args: Any, gpu: int) -> int:
@@ -286,17 +301,19 @@ class _Process:
                         threads=self._config.threads_per_rank if self._config.virtual else None,
                         loads=LoadSlots(self._config.run_dir, len(self._specs), list(self._specs).index(spec.name)),
                         environment=self._args.environment,
-                        pool=None if leases is None else self._rank_pool(self._device(server_args, gpu), leases[rank]),
+                        pool=None if leases is None else self._rank_pool(spec, rank, leases[rank]),
                     ),
                 ),
             )
             for rank, gpu in enumerate(spec.gpus)
         ]
 
-    def _rank_pool(self, device: int, pages: list[int]) -> RankPool:
+    def _rank_pool(self, spec: EngineSpec, rank: int, pages: list[int]) -> RankPool:
         pool = self._args.pool
         assert pool is not None
-        return RankPool(pool.geometry, self._keepers.region(_KV_REGION, device), tuple(pages), pool.request_tokens)
+        device = self._device(self._args.server_args[spec.tp], spec.gpus[rank])
+        region = self._keepers.region(_KV_REGION, device)
+        return RankPool(pool.geometry, region, tuple(pages), pool.request_tokens, tuple(spec.gpus))
 
     # What the supervisor tells.
 
@@ -337,6 +354,8 @@ class _Process:
             logger.critical("%s; it died too often, so it is given up", text)
         engine.pids = []
         self._router.engine_lost(engine, EngineState.DEAD if again else EngineState.FAILED, text)
+        if self.modes is not None:
+            self.modes.engine_lost(spec, text)
 
     def _on_gone(self, spec: EngineSpec) -> None:
         if self.pools is not None:
@@ -349,6 +368,8 @@ class _Process:
         ready = sum(other.state is EngineState.READY for other in engines)
         seconds = time.monotonic() - self._supervisor.run_of(self._specs[engine.name]).started_at
         logger.info("engine %s: ready after %.1f s (%d of %d)", engine.name, seconds, ready, len(engines))
+        if self.modes is not None:
+            self.modes.engine_ready(self._specs[engine.name])
 
     def _changed(self) -> None:
         engines = self._router.engines.values()
@@ -379,8 +400,41 @@ class _Process:
         request = messages.decode_front_to_router(data)
         if isinstance(request, messages.StatusRequest):
             self._send_status()
+        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest)):
+            task = self._loop.create_task(self._answer_layout(request))
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
         elif self._draining is None:
             self._draining = self._loop.create_task(self._drain(request.timeout_s))
+
+    async def _answer_layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> None:
+        status, body = await self._layout(request)
+        self._control.send(messages.encode(messages.LayoutAnswer(request.id, status, body)), zmq.NOBLOCK)
+
+    async def _layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of what is asked about the layout."""
+        if self.modes is None:
+            return 409, {
+                "code": "one_tp_size",
+                "message": "this server has engines of one TP size, whose layout is fixed; start it with several "
+                "--adapt-tp-sizes",
+            }
+        if isinstance(request, messages.LayoutRequest):
+            return 200, await self.modes.readback()
+        try:
+            layout = parse_layout(request.layout, self._config.tp_sizes, self._config.gpus)
+            strategy = Strategy(request.strategy)
+        except (LayoutError, ValueError) as error:
+            return 400, {"code": "bad_layout", "message": str(error)}
+        if not self._router.accepting:
+            return 503, {"code": "draining", "message": "the server is shutting down"}
+        try:
+            switch = await self.modes.switch(layout, strategy, request.reason)
+        except SwitchRefusedError as error:
+            return 409, {"code": "switch_refused", "message": str(error)}
+        except Exception as error:  # noqa: BLE001 -- logged where it happened, and told
+            return 500, {"code": "switch_failed", "message": f"{type(error).__name__}: {error}"}
+        return 200, {"active": str(self._router.layout), **switch.report()}
 
     def _send_status(self) -> None:
         if self.pools is not None:

@@ -9,7 +9,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from sglang_adapt.core.process import die_with_parent
@@ -19,6 +19,10 @@ from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.shared_files import ReadLoadsOfAllSlots
 
 logger = logging.getLogger(__name__)
+
+
+AdminHandler = Callable[[bytes, "str | None"], Awaitable[tuple[int, bytes]]]
+"""`handler(body, client)`: the request's body and the client's address; gives HTTP status and JSON body."""
 
 
 class Launcher(Protocol):
@@ -195,6 +199,7 @@ def serve(
     middleware: type,
     middleware_args: dict[str, Any],
     warm_up: Callable[[Any], None],
+    admin_routes: Mapping[tuple[str, str], AdminHandler],
 ) -> None:
     """Run stock's HTTP server in this process until it is told to stop.
 
@@ -204,10 +209,13 @@ def serve(
         middleware: ASGI middleware class around the stock app, made with `middleware_args`.
         warm_up: called with server_args in a thread when the HTTP server listens; the server counts as up
             once it has returned, and is stopped if it raises.
+        admin_routes: further routes by method and path, behind stock's admin key.
     """
     from sglang.srt.entrypoints import http_server
 
     http_server.app.add_middleware(middleware, **middleware_args)
+    for (method, path), handler in admin_routes.items():
+        _add_admin_route(http_server.app, method, path, handler)
 
     def execute_warmup(args: Any) -> bool:
         try:
@@ -225,6 +233,20 @@ def serve(
         run_detokenizer_process_func=run_detokenizer,
         execute_warmup_func=execute_warmup,
     )
+
+
+def _add_admin_route(app: Any, method: str, path: str, handler: AdminHandler) -> None:
+    """A route that stock protects as its own administrative ones (sglang/srt/utils/auth.py, ADMIN_OPTIONAL)."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    async def endpoint(request: Request) -> Response:
+        client = None if request.client is None else request.client.host
+        status, body = await handler(await request.body(), client)
+        return Response(body, status, media_type="application/json")
+
+    app.router.add_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
 
 
 def start_receiving() -> None:
