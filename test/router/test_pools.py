@@ -138,9 +138,18 @@ def test_blocks_move_between_engines() -> None:
 
 def test_more_than_is_free_is_refused_before_anyone_is_asked() -> None:
     node = Node().start()
-    with pytest.raises(NoFreeBlocksError, match="1 blocks were asked for, 0 of"):
+    with pytest.raises(NoFreeBlocksError, match="tp1@0: its lease was to grow by 1 blocks, 0 are available"):
         run(node.pools.grow(ONE, 1))
     assert node.ranks.calls == []
+
+
+def test_what_is_kept_for_an_engine_that_is_being_started_is_not_given_away() -> None:
+    node = Node().start()
+    node.gone(BOTH)
+    assert node.pools.counts(ONE) == (ASKED, STANDBY)
+    with pytest.raises(NoFreeBlocksError, match="0 are available"):
+        run(node.pools.grow(ONE, 1))
+    node.start(BOTH)
 
 
 def test_a_refused_call_changes_nothing() -> None:

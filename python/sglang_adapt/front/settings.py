@@ -42,7 +42,13 @@ class Settings:
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     """Add the `--adapt-*` flags as a group of their own."""
-    group = parser.add_argument_group("sglang_adapt", "The parallel layout and what keeps it alive.")
+    group = parser.add_argument_group(
+        "sglang_adapt",
+        "The parallel layout and what keeps it alive. With several TP sizes, stock's --max-total-tokens and "
+        "--page-size count tokens at the smallest one: --max-total-tokens are those that the KV pool of one GPU holds "
+        "(for an engine of t times that size it holds t times as many) and bound the length of a request; --page-size "
+        f"(default: {DEFAULT_PAGE_TOKENS}, on virtual GPUs {_VIRTUAL_PAGE_TOKENS}) are those of a page.",
+    )
     group.add_argument(
         "--adapt-tp-sizes",
         metavar="N,N,...",

@@ -52,7 +52,8 @@ class EngineCalls:
     ) -> list[dict[str, Any]]:
         """Ask all ranks of an engine for one thing and wait; returns what each rank answered.
 
-        The reply comes after all output of the batches before the call.
+        The reply comes after all output that the engine sent before it did what was asked. With overlap scheduling one
+        batch may be in flight then, whose output follows; who needs its results settles it first.
 
         Args:
             engine: its name.

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_adapt.core.layout import EngineSpec
-from sglang_adapt.kv.blocks import BlockLedger, BlockState
+from sglang_adapt.kv.blocks import BlockLedger, BlockState, NoFreeBlocksError
 from sglang_adapt.kv.leases import CopyTicket, EngineRanks, Leases
 from sglang_adapt.kv.plan import CopyBatch
 from sglang_adapt.kv.sizing import PoolSettings
@@ -137,11 +137,17 @@ class Pools:
         """Give a running engine `count` more blocks on each rank; returns them.
 
         Raises:
-            NoFreeBlocksError: fewer are free; nothing has changed.
+            NoFreeBlocksError: fewer are `available`; nothing has changed.
             CallRefusedError: the engine refused; nothing has changed.
             CallBrokenError: the engine is being killed, its blocks come back when it is gone.
             EngineGoneError: it died; its blocks come back as well.
         """
+        available = self.available(spec)
+        if count > available:
+            raise NoFreeBlocksError(
+                f"{spec}: its lease was to grow by {count} blocks, {available} are available; others are leased, or "
+                "kept for engines that are being started"
+            )
         pages = self._take(spec, count)
         deaths = self._deaths[spec]
         try:

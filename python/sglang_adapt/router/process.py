@@ -23,10 +23,10 @@ from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS, AdaptConfig
 from sglang_adapt.core.layout import EngineSpec, LayoutError, parse_layout
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.engine.process import rank_main
-from sglang_adapt.keeper import KeeperConfig, RegionSpec
-from sglang_adapt.kv.ledger_format import ledger_bytes
+from sglang_adapt.keeper import KeeperConfig, KeeperError, RegionSpec
+from sglang_adapt.kv.ledger_format import LedgerError, ledger_bytes
 from sglang_adapt.kv.sizing import PoolSettings
-from sglang_adapt.memory import RegionHandle
+from sglang_adapt.memory import RegionHandle, SharedMemoryError
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
@@ -217,7 +217,7 @@ class _Process:
             return ()
         geometry = self._args.pool.geometry
         return (
-            RegionSpec(_KV_REGION, geometry.region_bytes),
+            RegionSpec(_KV_REGION, geometry.region_bytes, sized_by="--max-total-tokens"),
             RegionSpec(_LEDGER_REGION, ledger_bytes(geometry), on_host=True),
         )
 
@@ -236,7 +236,11 @@ class _Process:
         if self.pools is not None:
             args = self._args.server_args[self._config.tp_sizes[-1]]
             gpus = range(self._config.gpus)
-            self.pools.open({gpu: self._keepers.region(_LEDGER_REGION, self._device(args, gpu)) for gpu in gpus})
+            try:
+                self.pools.open({gpu: self._keepers.region(_LEDGER_REGION, self._device(args, gpu)) for gpu in gpus})
+            except (KeeperError, SharedMemoryError, LedgerError) as error:
+                self._on_keeper_failed(f"the ledgers of the KV pools cannot be used: {error}")
+                return
         if self._engines_started:
             self._supervisor.resume()
         else:
@@ -255,7 +259,7 @@ class _Process:
     def _on_keeper_failed(self, why: str) -> None:
         if self._report is not None:
             self._finish_report({"status": "failed", "error": why})
-        logger.critical("%s; without the weights nothing can be served", why)
+        logger.critical("%s; without its memory nothing can be served", why)
         self._supervisor.abandon()
         self._failed = True
         if not self._stopped.done():

@@ -151,6 +151,9 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     setproctitle.setproctitle(f"sglang::scheduler_{label}")
     publish(args.server_args, role="scheduler")
     if args.pool is not None:
+        if args.server_args.device == "cuda":
+            # As stock does later: the region is mapped into the context of the rank's GPU.
+            torch.cuda.set_device(args.gpu_id)
         use_rank_pool(args.engine, args.server_args.tp_size, args.pool)
     scheduler = Scheduler(
         args.server_args,
