@@ -183,9 +183,8 @@ def few_slots(node: Node, source: str, dest: str, slots: int) -> tuple[dict[str,
     """A switch to an engine with few free request slots; returns streams and the ids that had to wait."""
     node.lease_all([source])
     start(node, [source], 5)
-    node.engines[dest].call("slots", str(slots))
+    node.engines[dest].call("few_slots", str(slots))
     spilled = node.switch([source], [dest])
-    node.engines[dest].call("slots")
     done = node.finish()
     node.check_idle()
     node.take_back([dest])
@@ -247,7 +246,7 @@ def some_stay(node: Node, source: str, dest: str, back: bool) -> tuple[dict[str,
     if back:
         node.restore(source)
     else:
-        node.take_back([source], 60)
+        node.take_back([source], 150)
         call = node.place(exported, dest, {request.rid for request in exported[source][0].requests})
         node.lease_all([dest])
         node.release(source, node.adopt(dest, call)[0].adopted)

@@ -57,7 +57,7 @@ def run_rank(case: RankCase, answers: Connection, ready: Connection, *args: Any)
             handoff.append(EngineHandoff(scheduler))
         functions: dict[str, Callable[..., Any]] = {"grow": grow, "give_back": give_back, "idle_state": idle_state}
         functions |= {"is_prefilling": is_prefilling, "fail_next_prepare": fail_next_prepare, "flush": flush}
-        functions |= {"refuse": refuse, "slots": slots}
+        functions |= {"refuse": refuse, "few_slots": few_slots}
         try:
             if name == "handoff":
                 result: Any = handoff[0].call(message)
@@ -105,15 +105,21 @@ def is_prefilling(scheduler: Any, message: str, case: RankCase) -> bool:
     return scheduler.chunked_req is not None
 
 
-def slots(scheduler: Any, message: str, case: RankCase) -> int:
-    """Takes all but `message` free request slots away, or gives them back for an empty one; returns those left."""
-    pool = scheduler.req_to_token_pool
-    if message:
-        pool.hidden = pool.free_slots[int(message) :]
-        pool.free_slots = pool.free_slots[: int(message)]
-    else:
-        pool.free_slots += pool.hidden
-    return len(pool.free_slots)
+def few_slots(scheduler: Any, message: str, case: RankCase) -> None:
+    """Hides all but `message` free request slots from the next adopt."""
+    from sglang_adapt.upstream.handoff import adopt as adopting
+
+    original, pool = adopting.adopt, scheduler.req_to_token_pool
+
+    def adopt(*args: Any) -> Any:
+        adopting.adopt = original
+        hidden, pool.free_slots = pool.free_slots[int(message) :], pool.free_slots[: int(message)]
+        try:
+            return original(*args)
+        finally:
+            pool.free_slots += hidden
+
+    adopting.adopt = adopt
 
 
 def fail_next_prepare(scheduler: Any, message: str, case: RankCase) -> None:
