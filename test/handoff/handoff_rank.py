@@ -162,7 +162,8 @@ def idle_state(scheduler: Any, message: str, case: RankCase) -> RankState:
     lease.check()
     tree, pool = scheduler.tree_cache, scheduler.req_to_token_pool
     cached_pages = [
-        page // scheduler.page_size for page in (tree.all_values_flatten().tolist() if tree.total_size() else [])
+        page // scheduler.page_size
+        for page in ([] if tree.is_chunk_cache() or not tree.total_size() else tree.all_values_flatten().tolist())
     ]
     owned = sorted({*cached_pages, *lease._free().tolist()})
     leased = lease.pages.ids().tolist()
