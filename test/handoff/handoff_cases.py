@@ -37,6 +37,8 @@ def running(node: Node) -> dict[str, Asked]:
         "json": Asked(talk, {"max_new_tokens": NEW_TOKENS, "json_schema": SCHEMA, "ignore_eos": False}),
         "n2.0": Asked(shared, {"max_new_tokens": NEW_TOKENS, "n": 2}),
         "n2.1": Asked(shared, {"max_new_tokens": NEW_TOKENS, "n": 2}),
+        "seeded": Asked(talk, {"max_new_tokens": NEW_TOKENS, "temperature": 0.9, "sampling_seed": 77}),
+        "seeded.p": Asked(talk, {"max_new_tokens": NEW_TOKENS, "temperature": 0.8, "top_p": 0.9, "sampling_seed": 5}),
         "penalised": Asked(
             talk,
             {
