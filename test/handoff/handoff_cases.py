@@ -37,6 +37,8 @@ def running(node: Node) -> dict[str, Asked]:
         "json": Asked(talk, {"max_new_tokens": NEW_TOKENS, "json_schema": SCHEMA, "ignore_eos": False}),
         "n2.0": Asked(shared, {"max_new_tokens": NEW_TOKENS, "n": 2}),
         "n2.1": Asked(shared, {"max_new_tokens": NEW_TOKENS, "n": 2}),
+        "seeded": Asked(talk, {"max_new_tokens": NEW_TOKENS, "temperature": 0.9, "sampling_seed": 77}),
+        "seeded.p": Asked(talk, {"max_new_tokens": NEW_TOKENS, "temperature": 0.8, "top_p": 0.9, "sampling_seed": 5}),
         "penalised": Asked(
             talk,
             {
@@ -183,9 +185,8 @@ def few_slots(node: Node, source: str, dest: str, slots: int) -> tuple[dict[str,
     """A switch to an engine with few free request slots; returns streams and the ids that had to wait."""
     node.lease_all([source])
     start(node, [source], 5)
-    node.engines[dest].call("slots", str(slots))
+    node.engines[dest].call("few_slots", str(slots))
     spilled = node.switch([source], [dest])
-    node.engines[dest].call("slots")
     done = node.finish()
     node.check_idle()
     node.take_back([dest])
@@ -247,7 +248,7 @@ def some_stay(node: Node, source: str, dest: str, back: bool) -> tuple[dict[str,
     if back:
         node.restore(source)
     else:
-        node.take_back([source], 60)
+        node.take_back([source], 150)
         call = node.place(exported, dest, {request.rid for request in exported[source][0].requests})
         node.lease_all([dest])
         node.release(source, node.adopt(dest, call)[0].adopted)

@@ -57,7 +57,7 @@ def run_rank(case: RankCase, answers: Connection, ready: Connection, *args: Any)
             handoff.append(EngineHandoff(scheduler))
         functions: dict[str, Callable[..., Any]] = {"grow": grow, "give_back": give_back, "idle_state": idle_state}
         functions |= {"is_prefilling": is_prefilling, "fail_next_prepare": fail_next_prepare, "flush": flush}
-        functions |= {"refuse": refuse, "slots": slots}
+        functions |= {"refuse": refuse, "few_slots": few_slots}
         try:
             if name == "handoff":
                 result: Any = handoff[0].call(message)
@@ -105,15 +105,21 @@ def is_prefilling(scheduler: Any, message: str, case: RankCase) -> bool:
     return scheduler.chunked_req is not None
 
 
-def slots(scheduler: Any, message: str, case: RankCase) -> int:
-    """Takes all but `message` free request slots away, or gives them back for an empty one; returns those left."""
-    pool = scheduler.req_to_token_pool
-    if message:
-        pool.hidden = pool.free_slots[int(message) :]
-        pool.free_slots = pool.free_slots[: int(message)]
-    else:
-        pool.free_slots += pool.hidden
-    return len(pool.free_slots)
+def few_slots(scheduler: Any, message: str, case: RankCase) -> None:
+    """Hides all but `message` free request slots from the next adopt."""
+    from sglang_adapt.upstream.handoff import adopt as adopting
+
+    original, pool = adopting.adopt, scheduler.req_to_token_pool
+
+    def adopt(*args: Any) -> Any:
+        adopting.adopt = original
+        hidden, pool.free_slots = pool.free_slots[int(message) :], pool.free_slots[: int(message)]
+        try:
+            return original(*args)
+        finally:
+            pool.free_slots += hidden
+
+    adopting.adopt = adopt
 
 
 def fail_next_prepare(scheduler: Any, message: str, case: RankCase) -> None:
@@ -156,7 +162,8 @@ def idle_state(scheduler: Any, message: str, case: RankCase) -> RankState:
     lease.check()
     tree, pool = scheduler.tree_cache, scheduler.req_to_token_pool
     cached_pages = [
-        page // scheduler.page_size for page in (tree.all_values_flatten().tolist() if tree.total_size() else [])
+        page // scheduler.page_size
+        for page in ([] if tree.is_chunk_cache() or not tree.total_size() else tree.all_values_flatten().tolist())
     ]
     owned = sorted({*cached_pages, *lease._free().tolist()})
     leased = lease.pages.ids().tolist()

@@ -22,8 +22,9 @@ from sglang_adapt.upstream.handoff.state import check_req_attributes
 from sglang_adapt.upstream.kv_lease import EngineLease
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.penalties import PENALTY_PATCHES
+from sglang_adapt.upstream.seeds import SEED_PATCHES
 
-HANDOFF_PATCHES: tuple[type[Patch], ...] = HELD_PATCHES + PENALTY_PATCHES
+HANDOFF_PATCHES: tuple[type[Patch], ...] = HELD_PATCHES + PENALTY_PATCHES + SEED_PATCHES
 """To be applied and verified in the rank's process before its scheduler is built."""
 
 
