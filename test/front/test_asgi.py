@@ -29,18 +29,18 @@ class Link:
     async def ask(self) -> RouterStatus | None:
         return self.status
 
+    def open(self) -> None:
+        return None
+
+    async def drain(self, timeout_s: float) -> None:
+        return None
+
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers 503 on /generate and 200 elsewhere, with the path as the body."""
     code = 503 if scope["path"] == "/generate" else 200
     await send({"type": "http.response.start", "status": code, "headers": []})
     await send({"type": "http.response.body", "body": scope["path"].encode()})
-
-    def open(self) -> None:
-        return None
-
-    async def drain(self, timeout_s: float) -> None:
-        return None
 
 
 class HangingRouter:

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -32,6 +33,21 @@ _LISTEN_TIMEOUT_S = 60.0
 
 def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     """Serve until told to stop. Exits with `EXIT_USAGE` on bad settings, `EXIT_START_FAILED` if an engine fails."""
+    code = 1
+    try:
+        _serve(argv, run_dir, start_method)
+        return
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except Exception:
+        traceback.print_exc()
+    # Without waiting for the detokenizer and the router, as Python would: the first process ends them.
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     die_with_parent(signal.SIGKILL)
     context = process_context(start_method)
     # Until the HTTP server runs there is nothing to drain; the launcher's process forwards Ctrl-C as SIGTERM.
