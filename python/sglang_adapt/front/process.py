@@ -38,7 +38,7 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         _serve(argv, run_dir, start_method)
         return
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception:
         traceback.print_exc()
     # Without waiting for the detokenizer and the router, as Python would: the first process ends them.
