@@ -9,11 +9,16 @@ import pytest
 
 SCRIPT = """
 import multiprocessing, sys, time
+from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.front import process
+
+def child():
+    die_with_parent()
+    time.sleep(30)
 
 def serve(*args):
     # As stock starts the detokenizer: a child that Python would wait for.
-    multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,)).start()
+    multiprocessing.get_context("fork").Process(target=child).start()
     {end}
 
 process._serve = serve

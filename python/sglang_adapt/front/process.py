@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception:
-        traceback.print_exc()
+        logger.exception("the front has failed")
     # Without waiting for the detokenizer and the router, as Python would: the first process ends them.
     logging.shutdown()
     sys.stderr.flush()

@@ -17,8 +17,8 @@ class Inbox:
     zmq signals its file descriptor on the edge only, so each wake-up reads until the socket is empty; after
     `burst` messages it gives the loop a turn, so that one busy socket cannot starve the others.
 
-    A socket that is also sent on must be sent on through `send`: sending takes in zmq's note that a message has come, so
-    that the file descriptor never signals again.
+    A socket that is also sent on must be sent on through `send`: sending takes in zmq's note that a message has
+    come, so that the file descriptor never signals again.
 
     A handler that raises costs its message only: it is logged with its traceback.
     """

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.upstream.containment import FRONT_CONTAINMENT
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.request_checks import REQUEST_CHECKS
@@ -83,6 +84,7 @@ FRONT_PATCHES: tuple[type[Patch], ...] = (
     ForkInsteadOfSpawn,
     ReadLoadsOfAllSlots,
     *REQUEST_CHECKS,
+    *FRONT_CONTAINMENT,
 )
 
 

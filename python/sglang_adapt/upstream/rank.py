@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.upstream.containment import ContainFailingMessages
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
@@ -89,6 +90,7 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     WatchdogEndsItsOwnProcess,
     WriteLoadsToSlot,
     UnlinkMessageQueue,
+    ContainFailingMessages,
 )
 
 

@@ -89,9 +89,7 @@ def model_fault(obj: Any, input_ids: Any, vocab_size: int) -> str | None:
         vocab_size: number of token ids of the model.
     """
     if isinstance(obj.rid, str) and obj.rid.startswith(wire.WARMUP_RID_PREFIX):
-        return (
-            f"The request id {obj.rid!r} begins with {wire.WARMUP_RID_PREFIX}, which is the server's own; give another."
-        )
+        return f"The request id {obj.rid!r} begins with {wire.WARMUP_RID_PREFIX}, which is the server's own."
     if input_ids is not None and not len(input_ids) and not obj.contains_mm_input():
         return "The prompt has no tokens; give at least one."
     if input_ids and not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
