@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -59,7 +61,7 @@ def _run(argv: list[str], start_method: str) -> int:
         print("sglang_adapt: loading sglang", file=sys.stderr, flush=True)
         front = context.Process(target=front_main, args=(argv, str(run_dir.path), start_method), name="front")
         stopping = _Stopping()
-        front.start()
+        _start_without_interrupts(front)
         stopping.pass_to(front.pid)
         front.join()
         code = front.exitcode or 0
@@ -68,6 +70,21 @@ def _run(argv: list[str], start_method: str) -> int:
         if not end_descendants(_KILL_WAIT_S):
             print("error: a process of this server could not be ended", file=sys.stderr, flush=True)
         run_dir.remove()
+
+
+def _start_without_interrupts(process: BaseProcess) -> None:
+    """Start a process that Ctrl-C does not reach, nor anything that it starts, at no moment of its life.
+
+    A terminal sends it to the whole foreground group, and processes that are still importing would end with a traceback
+    before they could ignore it. What comes meanwhile reaches this process afterwards.
+    """
+    # The tracker's own start unblocks the signal, so it has to come first.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class _Stopping:

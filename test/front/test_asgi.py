@@ -84,6 +84,13 @@ def test_work_is_refused_without_an_engine_in_the_shape_of_its_route() -> None:
     assert openai.headers["retry-after"] == native.headers["retry-after"] == "1"
 
 
+def test_a_client_is_not_told_to_wait_for_engines_that_were_given_up() -> None:
+    assert "try again shortly" in ask(status("failed", "dead"), "POST", "/generate").text
+    given_up = ask(status("failed", "failed"), "POST", "/generate")
+    assert given_up.status_code == 503
+    assert "given up all engines of layout tp1@0,tp1@1" in given_up.text
+
+
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/model_info"), ("POST", "/flush_cache")])
 def test_what_is_not_work_passes(method: str, path: str) -> None:
     answer = ask(status("dead", "dead"), method, path)

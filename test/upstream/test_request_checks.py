@@ -8,7 +8,7 @@ import pytest
 from router_fakes import generate
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_adapt.upstream.request_checks import model_fault, wire_fault
+from sglang_adapt.upstream.request_checks import RefuseBatchesThatDoNotFit, model_fault, wire_fault
 from sglang_adapt.upstream.wire import WARMUP_RID_PREFIX
 
 VOCAB = 100
@@ -38,6 +38,15 @@ def test_what_the_model_cannot_take(fields: dict[str, Any], ids: list[int], word
     fault = model_fault(request(**fields), ids, VOCAB)
     assert fault is not None
     assert words in fault
+
+
+def test_a_list_that_is_shorter_than_the_batch() -> None:
+    obj = GenerateReqInput(text=["a", "b"], sampling_params=[{"max_new_tokens": 2}])
+    with pytest.raises(ValueError, match="do not fit its prompts"):
+        RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, obj)
+    good = GenerateReqInput(text=["a", "b"], sampling_params=[{"max_new_tokens": 2}, {"max_new_tokens": 3}])
+    RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, good)
+    assert good[1].sampling_params == {"max_new_tokens": 3}
 
 
 def test_what_the_model_can_take() -> None:

@@ -162,6 +162,12 @@ class AdaptLayer:
         if status is None:
             return Refusal(503, "no_engine", "the router does not answer; the server is starting or broken")
         if not any(engine.active and engine.state == "ready" for engine in status.engines):
+            active = [engine for engine in status.engines if engine.active]
+            if all(engine.state == "failed" for engine in active):
+                text = "its log says why they died; --adapt-restart-limit sets how often they may; start it again"
+                return Refusal(
+                    503, "no_engine", f"the server has given up all engines of layout {status.layout}: {text}"
+                )
             return Refusal(503, "no_engine", f"no engine of layout {status.layout} is up; try again shortly")
         return None
 

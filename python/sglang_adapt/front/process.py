@@ -18,6 +18,7 @@ import setproctitle
 
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.process import die_with_parent, process_context
+from sglang_adapt.front.address import AddressError, check_address
 from sglang_adapt.front.asgi import AdaptLayer
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.link import RouterLink
@@ -62,7 +63,9 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     prepare_process(*upstream.FRONT_PATCHES)
     try:
         settings = make_settings(argv, run_dir, start_method)
-    except (SettingsError, LayoutError) as error:
+        http = settings.server_args[settings.config.tp_sizes[0]]
+        check_address(http.host, http.port)
+    except (SettingsError, LayoutError, AddressError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
     config = settings.config

@@ -4,8 +4,8 @@ Stock lets an exception in the handling of any message end the scheduler, with e
 that fails so ends with a 500 that says why, and a control request (profile, expert distribution, ...) is answered
 with a failure, which the front raises where the answer is waited for.
 
-An engine of several ranks does not survive a control request that fails: some of its ranks may have begun to talk to
-one another. It is started again, and the router answers the request with a failure.
+An engine of several ranks survives a control request only if it fails on every rank. A rank that fails alone may have
+left the others waiting for it, so its engine is started again, and the router answers the request with a failure.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
+
+from torch.distributed import DistStoreError
 
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.patch import Patch
+
+VOTE_TIMEOUT_S = 5.0
+"""How much later than the first rank another may fail on the same message."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +35,9 @@ class ContainFailingMessages(Patch):
 
     @staticmethod
     def hook(result: None, self: Any) -> None:
-        self._request_dispatcher = Contained(self._request_dispatcher, self.server_args.tp_size)
+        ranks = self.server_args.tp_size
+        agree = FailureVote(self.ps.tp_rank, ranks) if ranks > 1 else _alone
+        self._request_dispatcher = Contained(self._request_dispatcher, agree)
 
 
 class Contained:
@@ -37,27 +45,59 @@ class Contained:
 
     Args:
         handle: stock's dispatcher; returns the answer to a message, or None.
-        tp_size: ranks of this engine.
+        all_failed: tells, for the number of a control message that failed here, whether it failed on every rank.
     """
 
-    def __init__(self, handle: Callable[[Any], Any], tp_size: int) -> None:
+    def __init__(self, handle: Callable[[Any], Any], all_failed: Callable[[int], bool]) -> None:
         self._handle = handle
-        self._tp_size = tp_size
+        self._all_failed = all_failed
+        self._controls = 0
         self._reply_tags = wire.reply_tags()
 
     def __call__(self, message: Any) -> Any:
+        tag = message.__struct_config__.tag.encode()
+        if tag in self._reply_tags:
+            # Every rank gets the same messages in the same order, so this numbers them alike.
+            self._controls += 1
         try:
             return self._handle(message)
         except Exception as error:
-            tag = message.__struct_config__.tag.encode()
             text = f"{type(error).__name__}: {error}"
             if tag in (wire.GENERATE, wire.EMBED):
                 logger.exception("request %s failed when it was taken in", message.rid)
                 return _ended(message.rid, f"the engine could not take the request in: {text}")
-            if self._tp_size > 1 or tag not in self._reply_tags:
+            if tag not in self._reply_tags or not self._all_failed(self._controls):
                 raise
             logger.exception("control request %s failed", tag.decode())
             return wire.control_failure(self._reply_tags[tag], text, 500)
+
+
+class FailureVote:
+    """Whether a control message failed on every rank of the engine; only ranks on which it failed take part.
+
+    Votes through the store of the process group, not by a collective: the other ranks may be inside of one.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank = rank
+        self._ranks = ranks
+
+    def __call__(self, number: int) -> bool:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+        keys = [f"sglang_adapt/failed/{number}/{rank}" for rank in range(self._ranks)]
+        store.set(keys[self._rank], b"failed")
+        try:
+            store.wait(keys, timedelta(seconds=VOTE_TIMEOUT_S))
+        except DistStoreError:
+            logger.error("control message %d failed on rank %d and not on every other", number, self._rank)
+            return False
+        return True
+
+
+def _alone(number: int) -> bool:
+    return True
 
 
 def _ended(rid: str, message: str) -> Any:

@@ -68,7 +68,11 @@ class RefuseBatchesThatDoNotFit(Patch):
     @staticmethod
     def hook(original: Callable[..., Any], self: Any) -> Any:
         try:
-            return original(self)
+            result = original(self)
+            if not self.is_single and self.batch_size:
+                # Every list that is too short lacks the last one.
+                self[self.batch_size - 1]
+            return result
         except _WRONG_TYPE as error:
             raise ValueError(f"The request's parameters do not fit its prompts: {error}") from error
 
