@@ -164,10 +164,8 @@ class AdaptLayer:
         if not any(engine.active and engine.state == "ready" for engine in status.engines):
             active = [engine for engine in status.engines if engine.active]
             if all(engine.state == "failed" for engine in active):
-                text = "its log says why they died; --adapt-restart-limit sets how often they may; start it again"
-                return Refusal(
-                    503, "no_engine", f"the server has given up all engines of layout {status.layout}: {text}"
-                )
+                text = f"the server has given up all engines of layout {status.layout}, which died too often"
+                return Refusal(503, "no_engine", f"{text}; its log says why; start the server again")
             return Refusal(503, "no_engine", f"no engine of layout {status.layout} is up; try again shortly")
         return None
 
