@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,7 +33,7 @@ def test_stopped_while_sglang_is_being_loaded(sig: signal.Signals) -> None:
             _, text = server.communicate(timeout=30)
         assert server.returncode == 0
         assert "Traceback" not in text
-        assert os.listdir(folder) == []
+        assert not list(Path(folder).iterdir())
 
 
 def is_importing(pid: int) -> bool:
