@@ -40,7 +40,8 @@ def run_rank(case: RankCase, answers: Connection, ready: Connection, *args: Any)
     from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
-    from sglang_adapt.engine.handoff import HANDOFF_PATCHES, EngineHandoff
+    from sglang_adapt.engine.handoff import EngineHandoff
+    from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
     from sglang_adapt.upstream.kv_pool import use_pool
     from sglang_adapt.upstream.rank import prepare_process
     from sglang_adapt.upstream.weights.attach import KeepHeadCounts

@@ -16,16 +16,12 @@ from typing import Any
 from sglang_adapt.core import handoff as messages
 from sglang_adapt.upstream.handoff import adopt as adopting
 from sglang_adapt.upstream.handoff import export as exporting
-from sglang_adapt.upstream.handoff.held import HELD_PATCHES, Held, held
+from sglang_adapt.upstream.handoff.held import Held, held
+from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.handoff.refusals import check_engine
 from sglang_adapt.upstream.handoff.state import check_req_attributes
 from sglang_adapt.upstream.kv_lease import EngineLease
-from sglang_adapt.upstream.patch import PATCHES, Patch
-from sglang_adapt.upstream.penalties import PENALTY_PATCHES
-from sglang_adapt.upstream.seeds import SEED_PATCHES
-
-HANDOFF_PATCHES: tuple[type[Patch], ...] = HELD_PATCHES + PENALTY_PATCHES + SEED_PATCHES
-"""To be applied and verified in the rank's process before its scheduler is built."""
+from sglang_adapt.upstream.patch import PATCHES
 
 
 class StaleHandoffError(RuntimeError):

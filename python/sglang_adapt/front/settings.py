@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS, PoolSettings, size_pool
 from sglang_adapt.memory.allocator import refuse_expandable_segments
 
 VIRTUAL_GPUS_DEFAULT = 2
+VIRTUAL_GPUS_MAX = 32
 _VIRTUAL_MAX_TOTAL_TOKENS = 32768
 _VIRTUAL_PAGE_TOKENS = 8
 """Prompts of what a CPU serves are short, and whole pages of them only are reused."""
@@ -122,8 +124,16 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         known = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vars(ours)))
         raise SettingsError(f"{unknown[0]} is not a flag; sglang_adapt knows {known}")
     for name in ("adapt_restart_limit", "adapt_restart_window", "adapt_drain_timeout", "adapt_switch_timeout"):
-        if getattr(ours, name) < 0:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(ours, name)} is negative")
+        value = getattr(ours, name)
+        if value < 0:
+            raise SettingsError(f"--{name.replace('_', '-')} {value} is negative")
+        if not math.isfinite(value):
+            raise SettingsError(f"--{name.replace('_', '-')} {value} is not a number of seconds; give a finite one")
+    gpus = ours.adapt_virtual_gpus
+    if gpus is not None and not 1 <= gpus <= VIRTUAL_GPUS_MAX:
+        raise SettingsError(
+            f"--adapt-virtual-gpus {gpus}: give 1 to {VIRTUAL_GPUS_MAX}; each takes a process for every TP size"
+        )
     return ours, rest
 
 
@@ -265,8 +275,6 @@ def _gpus(asked: int | None, virtual: bool, server_args: Any, devices: int) -> i
         if usable < 1:
             raise SettingsError(f"--base-gpu-id {server_args.base_gpu_id}: there are {devices} GPUs")
         return usable
-    if asked is not None and asked < 1:
-        raise SettingsError(f"--adapt-virtual-gpus {asked} is not positive")
     return VIRTUAL_GPUS_DEFAULT if asked is None else asked
 
 

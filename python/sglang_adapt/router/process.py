@@ -122,7 +122,8 @@ class _Process:
             if skip_detokenizer
             else make_socket(self._context, zmq.PUSH, ports.detokenizer_ipc_name, bind=False)
         )
-        self._control = make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False)
+        control = make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False)
+        self._control = Inbox(self._loop, control, self._on_control)
         self._router = Router(
             self._config.layout,
             Outlets(
@@ -170,10 +171,7 @@ class _Process:
         if not self._config.share_weights:
             self._start_engines()
         front = make_socket(self._context, zmq.PULL, ports.scheduler_input_ipc_name, bind=False)
-        inboxes = [
-            Inbox(self._loop, front, self._router.on_front_message),
-            Inbox(self._loop, self._control, self._on_control),
-        ]
+        inboxes = [Inbox(self._loop, front, self._router.on_front_message), self._control]
         ticker = self._loop.create_task(self._tick())
         try:
             await self._stopped
@@ -413,7 +411,7 @@ class _Process:
 
     async def _answer_layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> None:
         status, body = await self._layout(request)
-        self._control.send(messages.encode(messages.LayoutAnswer(request.id, status, body)), zmq.NOBLOCK)
+        self._control.send(messages.encode(messages.LayoutAnswer(request.id, status, body)))
 
     async def _layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of what is asked about the layout."""
@@ -445,7 +443,7 @@ class _Process:
             for spec in self._config.candidates:
                 self._router.engines[spec.name].blocks = self.pools.counts(spec)
         try:
-            self._control.send(messages.encode(self._router.status()), zmq.NOBLOCK)
+            self._control.send(messages.encode(self._router.status()))
         except zmq.Again:
             logger.debug("the front does not listen yet")
 

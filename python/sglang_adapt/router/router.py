@@ -62,7 +62,12 @@ class Router:
         self._queue: dict[str, tuple[int, bytes]] = {}
         self._waiters: list[tuple[set[str], asyncio.Future[None]]] = []
         self._out = outlets
-        self._control = ControlFanOut(wire.reply_tags(), wire.merge_replies, outlets.tokenizer)
+        self._control = ControlFanOut(
+            wire.reply_tags(),
+            wire.merge_replies,
+            lambda tag, why: wire.encode_control_failure(tag, why, 503),
+            outlets.tokenizer,
+        )
         self._from_front: dict[bytes, Callable[[bytes], None]] = {
             wire.GENERATE: self._on_request,
             wire.EMBED: self._on_request,
@@ -115,7 +120,7 @@ class Router:
         engine.state = state
         if engine.name in self._dispatch:
             self._dispatch.remove(engine.name)
-        self._control.engine_lost(engine.name)
+        self._control.engine_lost(engine.name, why)
         lost, engine.in_flight = engine.in_flight, {}
         for rid in lost:
             del self._where[rid]
@@ -310,7 +315,11 @@ class Router:
         if tag in (wire.TOKEN_OUTPUT, wire.EMBED_OUTPUT):
             self._on_outputs(engine, data)
         elif tag == wire.ABORT:
-            self._end(engine, wire.abort_head(data)[0])
+            rid = wire.abort_head(data)[0]
+            if rid.startswith(wire.CONTROL_FAILED_PREFIX):
+                self._control.reply(engine.name, rid.removeprefix(wire.CONTROL_FAILED_PREFIX).encode(), data)
+                return
+            self._end(engine, rid)
             self._out.tokenizer(data)
         elif tag == wire.HEALTH_OUTPUT:
             self._out.tokenizer(data)

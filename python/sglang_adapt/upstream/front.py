@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.kv.sizing import KvShape
+from sglang_adapt.upstream.containment import FRONT_CONTAINMENT
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
+from sglang_adapt.upstream.request_checks import REQUEST_CHECKS
 from sglang_adapt.upstream.shared_files import ReadLoadsOfAllSlots
 
 logger = logging.getLogger(__name__)
@@ -82,32 +84,12 @@ class ForkInsteadOfSpawn(Patch):
             multiprocessing.set_start_method("forkserver", force=True)
 
 
-class RefuseTokensOutsideVocabulary(Patch):
-    """Refuses token ids that the model does not have, with a 400 that names the first one.
-
-    Stock passes them to the embedding, where one request's bad id ends the whole engine.
-    """
-
-    target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
-    kind = "before"
-
-    @staticmethod
-    def hook(self: Any, obj: Any, input_ids: Any) -> None:
-        vocab = self.model_config.vocab_size
-        if obj.input_ids is None or not input_ids or (min(input_ids) >= 0 and max(input_ids) < vocab):
-            return
-        position, token = next((i, token) for i, token in enumerate(input_ids) if not 0 <= token < vocab)
-        raise ValueError(
-            f"The token id {token} at position {position} of the input is not in the model's vocabulary "
-            f"(0 to {vocab - 1})."
-        )
-
-
 FRONT_PATCHES: tuple[type[Patch], ...] = (
     RouterInsteadOfSchedulers,
     ForkInsteadOfSpawn,
     ReadLoadsOfAllSlots,
-    RefuseTokensOutsideVocabulary,
+    *REQUEST_CHECKS,
+    *FRONT_CONTAINMENT,
 )
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.upstream.containment import ContainFailingMessages
 from sglang_adapt.upstream.control import Control, use_control
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
-from sglang_adapt.upstream.handoff.held import HELD_PATCHES
+from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_used, use_rank_pool
 from sglang_adapt.upstream.patch import PATCHES, Patch
-from sglang_adapt.upstream.penalties import PENALTY_PATCHES
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
 from sglang_adapt.weights import WeightsHandle
 
@@ -95,11 +95,8 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     WatchdogEndsItsOwnProcess,
     WriteLoadsToSlot,
     UnlinkMessageQueue,
+    ContainFailingMessages,
 )
-
-
-HANDOFF_PATCHES: tuple[type[Patch], ...] = HELD_PATCHES + PENALTY_PATCHES
-"""Where requests may move between engines."""
 
 
 def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: Control) -> None:
