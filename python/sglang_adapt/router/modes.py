@@ -189,16 +189,17 @@ class Modes:
             raise SwitchRefusedError(f"layout {switch.before} stays: {'; '.join(switch.failures)}")
         if switch.strategy is Strategy.KEEP:
             for export in exports:
-                switch.requests["kept"] += len(export.requests)
-                self._kept[export.spec] = export
-                router.keep(self._engine(export.spec), export.rids)
+                if export.requests:
+                    switch.requests["kept"] += len(export.requests)
+                    self._kept[export.spec] = export
+                    router.keep(self._engine(export.spec), export.rids)
         else:
             await self._place_the_rest(switch, arrivals, served)
         self._pools.activate(switch.after.engines)
         router.activate(switch.after)
         with switch.phase("release"):
-            if switch.strategy is not Strategy.KEEP:
-                await asyncio.gather(*(self._release(switch, export) for export in exports))
+            gone = [export for export in exports if export.spec not in self._kept]
+            await asyncio.gather(*(self._release(switch, export) for export in gone))
             await self._fill(switch.after.engines)
 
     async def _prepare(self, switch: Switch) -> None:
@@ -336,12 +337,17 @@ class Modes:
         return served
 
     async def _enter(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
-        kept = self._kept.pop(spec, None)
-        if kept is not None:
-            self._router.unkeep(self._engine(spec))
-            restored = await self._restore(kept)
-            switch.requests["resumed"] += len(restored)
+        # The lease grows with the first message, so that what was kept finds room for its next tokens.
         await self._adopt(switch.epoch, spec, arrivals)
+        kept = self._kept.pop(spec, None)
+        if kept is None:
+            return
+        self._router.unkeep(self._engine(spec))
+        try:
+            switch.requests["resumed"] += len(await self._restore(kept))
+        except EngineCallError as error:
+            switch.failures.append(f"{spec} did not go on with what it had kept: {error}")
+            self._later(self._rescue(kept.requests, str(error)))
 
     async def _adopt(self, epoch: int, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
         """Reserve blocks, let the engine copy and take up, and note it in the ledgers.
