@@ -55,8 +55,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             logs = options.logs or Path(temporary)
             logs.mkdir(parents=True, exist_ok=True)
-            bench.ours(logs)
-            if options.rival:
+            if not options.only_rival:
+                bench.ours(logs)
+            if options.rival or options.only_rival:
                 bench.rival(logs)
     finally:
         result["complete"] = not result["errors"]
@@ -80,6 +81,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--under-load", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--load", type=int, nargs=3, default=[32, 512, 128], metavar=("STREAMS", "INPUT", "OUTPUT"))
     parser.add_argument("--rival", action="store_true", help="measure stopping and starting stock sglang as well")
+    parser.add_argument("--only-rival", action="store_true", help="measure that alone")
     parser.add_argument("--limit-s", type=float, default=540.0, help="for everything; what is left out is noted")
     parser.add_argument("--cell-s", type=float, default=40.0, help="for the switches of one cell")
     parser.add_argument("--settle-s", type=float, default=60.0, help="until all streams of a cell decode")
