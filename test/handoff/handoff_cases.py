@@ -330,8 +330,8 @@ def wrong_messages(node: Node, source: str, dest: str) -> tuple[dict[str, Stream
 def many_switches(node: Node, layouts: list[list[str]], rounds: int, seed: int) -> tuple[list[dict[str, str]], int]:
     """Requests of all kinds at random times under a switch after every few tokens; returns differences, and tokens."""
     rng = random.Random(seed)
-    asked = running(node) | late()
     want = unswitched(node, layouts[0][0])
+    asked = everything(node)
     wrong, total, layout = [], 0, layouts[0]
     node.lease_all(layout)
     for _ in range(rounds):
