@@ -40,7 +40,6 @@ REFUSALS = (
 """Errors that say that nothing has changed."""
 
 
-
 def recover(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
     """Go on with requests whose engine has died.
 

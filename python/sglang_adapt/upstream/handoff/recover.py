@@ -59,9 +59,7 @@ def recover(scheduler: Any, message: bytes, output_ids: Sequence[int]) -> bool:
 
 def _has_grammar(req: Any) -> bool:
     params = req.sampling_params
-    return any(
-        value is not None for value in (params.json_schema, params.regex, params.ebnf, params.structural_tag)
-    )
+    return any(value is not None for value in (params.json_schema, params.regex, params.ebnf, params.structural_tag))
 
 
 def _mark_sent(req: Any, count: int) -> None:
