@@ -114,10 +114,7 @@ class Modes:
             raise
         except Exception:
             # A fault in this program: no request may stay on the move for ever.
-            why = f"the switch from {switch.before} to {switch.after} broke off"
-            logger.exception("%s; its requests end with 503", why)
-            self._router.fail(self._router.moving, list(self._router.moving.in_flight), why)
-            self._router.activate(self._router.layout)
+            self._break_off(switch)
             raise
         finally:
             self._current = None
@@ -188,7 +185,9 @@ class Modes:
             raise SwitchRefusedError(f"layout {switch.before} stays: {'; '.join(switch.failures)}")
         if switch.strategy is Strategy.KEEP:
             for export in exports:
-                if export.requests:
+                if not self._lives(export):
+                    router.strand(router.moving, export.rids, f"{export.spec} died, which was to keep them")
+                elif export.requests:
                     switch.requests["kept"] += len(export.requests)
                     self._kept[export.spec] = export
                     router.keep(self._engine(export.spec), export.rids)
@@ -283,7 +282,11 @@ class Modes:
 
     def _plan(self, switch: Switch, exports: Sequence[Export]) -> dict[EngineSpec, list[Arrival]]:
         """Where each request goes. Raises NoRoomError."""
-        by_rid = {request.rid: (request, export) for export in exports for request in export.requests}
+        # A request is not on the move if its engine was seen to die before its export was.
+        there = self._router.moving.in_flight
+        by_rid = {
+            request.rid: (request, export) for export in exports for request in export.requests if request.rid in there
+        }
         movers = [
             Mover(rid, tuple(export.spec.gpus), request.kv_tokens if self._lives(export) else 0, request.length)
             for rid, (request, export) in by_rid.items()
@@ -356,6 +359,8 @@ class Modes:
             EngineCallError: the engine is gone, and what it had with it.
         """
         pools = self._pools
+        if self._engine(spec).state is not EngineState.READY:
+            raise EngineGoneError(f"{spec} has died since the switch began")
         page = pools.settings.geometry.tokens_per_block(spec.tp)
         try:
             reserved = pools.reserve(spec, sum(-(-arrival.request.kv_tokens // page) for arrival in arrivals))
@@ -363,7 +368,12 @@ class Modes:
             raise CallRefusedError(f"{spec}: {error}") from error
         lent = pools.lend(spec, pools.available(spec))
         blocks = deal(arrivals, page, reserved)
-        ticket = pools.begin_copy(copies_of(spec, arrivals, blocks))
+        try:
+            ticket = pools.begin_copy(copies_of(spec, arrivals, blocks))
+        except LedgerError as error:
+            # A source has died since this was planned.
+            pools.refused(spec, reserved, lent)
+            raise CallRefusedError(f"{spec}: {error}") from error
         deaths = pools.deaths(spec)
         try:
             answers = await self._handoff(spec, adopt_call(epoch, arrivals, blocks, lent), AdoptAnswer)
@@ -408,6 +418,19 @@ class Modes:
                     logger.error("%s did not get its blocks: %s", spec, error)
 
     # Ways back.
+
+    def _break_off(self, switch: Switch) -> None:
+        """Nobody knows what engines and ledgers hold: the engines are started again, the requests go on from their
+        tokens."""
+        why = f"the switch from {switch.before} to {switch.after} broke off"
+        logger.exception("%s", why)
+        if switch.epoch:
+            for spec in (*switch.leaving, *switch.entering):
+                if self._engine(spec).state is EngineState.READY:
+                    self._pools.kill(spec, why)
+        self._router.strand(self._router.moving, list(self._router.moving.in_flight), why)
+        self._pools.activate(self._router.layout.engines)
+        self._router.activate(self._router.layout)
 
     async def _roll_back(self, switch: Switch, exports: Sequence[Export]) -> None:
         """All requests go on where they were; those of engines that died meanwhile, on the others."""

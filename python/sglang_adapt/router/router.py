@@ -396,6 +396,9 @@ class Router:
         self._out.outputs(data)
 
     def _end(self, engine: Engine, rid: str) -> None:
+        if rid in self.moving.in_flight:
+            # The engine that took it up has ended it before `attach`.
+            engine = self.moving
         tokens = engine.in_flight.pop(rid, None)
         if tokens is not None:
             del self._where[rid]
