@@ -136,7 +136,7 @@ class Bench:
                 try:
                     asyncio.run(self._with_server(server))
                 finally:
-                    self._result["log_tail"] = server.tail(12)
+                    self._result["log_tail"] = [line[:300] for line in server.tail(12).splitlines()]
         except FAILURES as error:
             self._note("ours", error)
 
@@ -368,7 +368,8 @@ class Bench:
             return None
 
     def _note(self, name: str, error: Exception) -> None:
-        text = f"{name}: {type(error).__name__}: {error}"
+        lines = [line[:300] for line in f"{name}: {type(error).__name__}: {error}".splitlines()]
+        text = "\n".join([*lines[:2], *lines[2:][-10:]])
         print(f"FAILED {text}", flush=True)
         self._result["errors"].append(text)
 

@@ -408,6 +408,9 @@ class Modes:
             switch.failures.append(f"{export.spec} died: {error}")
             return
         self._pools.released(export.spec, export.pages, [answer.given for answer in answers])
+        for rid in answers[0].aborted:
+            # Its abort reached this engine after its export had.
+            self._router.on_front_message(wire.encode_abort(rid))
 
     async def _fill(self, specs: Iterable[EngineSpec]) -> None:
         for spec in specs:
