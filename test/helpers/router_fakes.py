@@ -27,6 +27,7 @@ class World:
         self.ready: list[str] = []
         self.replied: list[tuple[str, bytes]] = []
         self.connected: dict[str, bool] = {}
+        self.wake: Callable[[], None] = lambda: None
         self.received: dict[str, list[bytes]] = {}
         self.router = Router(
             parse_layout(layout, (1, 2), 2),
@@ -34,9 +35,10 @@ class World:
                 tokenizer=lambda data: self.tokenizer.append(msgpack_decode(data)),
                 outputs=lambda data: self.outputs.append(msgpack_decode(data)),
                 ready=lambda engine: self.ready.append(engine.name),
-                changed=lambda: None,
+                changed=lambda: self.wake(),
                 lost=lambda engine: self.lost.append(engine.name),
                 replied=lambda engine, data: self.replied.append((engine.name, data)),
+                stranded=lambda: self.wake(),
             ),
         )
         for name in ("tp1@0", "tp1@1", "tp2@0-1"):

@@ -234,12 +234,14 @@ class Modes:
 
     async def _wait_for_what_stays(self, switch: Switch) -> None:
         """Requests that cannot be moved, or by DRAIN all of them, end first, while they get no new neighbours."""
+        if switch.strategy is Strategy.DRAIN:
+            rids = [rid for spec in switch.leaving for rid in self._engine(spec).in_flight]
+            if rids:
+                switch.requests["drained"] += len(rids)
+            await self._router.ended(rids)
+            return
         for spec in switch.leaving:
             engine = self._engine(spec)
-            if switch.strategy is Strategy.DRAIN:
-                switch.requests["drained"] += len(engine.in_flight)
-                await self._router.ended(list(engine.in_flight))
-                continue
             while engine.state is EngineState.READY and engine.in_flight:
                 try:
                     answers = await self._handoff(spec, UnexportableCall(), UnexportableAnswer)
@@ -346,10 +348,12 @@ class Modes:
             return
         self._router.unkeep(self._engine(spec))
         try:
-            switch.requests["resumed"] += len(await self._restore(kept))
+            resumed = await self._restore(kept)
         except EngineCallError as error:
             switch.failures.append(f"{spec} did not go on with what it had kept: {error}")
             self._router.strand(self._router.moving, kept.rids, str(error))
+            return
+        switch.requests["resumed"] += len(resumed)
 
     async def _adopt(self, epoch: int, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
         """Reserve blocks, let the engine copy and take up, and note it in the ledgers.
@@ -405,7 +409,10 @@ class Modes:
         try:
             answers = await self._handoff(export.spec, call, ReleaseAnswer)
         except EngineCallError as error:
-            switch.failures.append(f"{export.spec} died: {error}")
+            switch.failures.append(f"{export.spec} did not forget what it had: {error}")
+            if isinstance(error, CallRefusedError):
+                # It holds requests that live elsewhere, and blocks that nobody can account for.
+                self._pools.kill(export.spec, str(error))
             return
         self._pools.released(export.spec, export.pages, [answer.given for answer in answers])
         for rid in answers[0].aborted:

@@ -1,0 +1,376 @@
+"""A node without processes: the real router, ledgers, repair and switch, and engines that answer calls as told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from router_fakes import World
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import msgpack_decode
+
+from sglang_adapt.core.handoff import (
+    AdoptAnswer,
+    AdoptCall,
+    CarriedRequest,
+    ExportAnswer,
+    ExportCall,
+    HandoffCall,
+    ReleaseAnswer,
+    ReleaseCall,
+    RequestKind,
+    RestoreAnswer,
+    RestoreCall,
+    UnexportableAnswer,
+    UnexportableCall,
+)
+from sglang_adapt.core.layout import EngineSpec, candidate_engines, parse_layout
+from sglang_adapt.kv.ledger_format import ledger_bytes
+from sglang_adapt.kv.sizing import KvShape, size_pool
+from sglang_adapt.memory import allocate
+from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
+from sglang_adapt.router.engine import EngineState
+from sglang_adapt.router.modes import Modes
+from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.repair import Repair
+from sglang_adapt.router.switch import Switch
+
+SETTINGS = size_pool(KvShape(2, 4, 32, 2), (1, 2), 16, 1600, (4, 2))
+SPECS = {spec.name: spec for spec in candidate_engines((1, 2), 2)}
+ONES, TWO = "tp1@0,tp1@1", "tp2@0-1"
+FAULTS = ("refuse", "die", "die after", "break", "raise")
+LIMIT_S = 5.0
+
+
+class FakeEngine:
+    """What the ranks of one engine know: requests with their blocks, the lease, and what is held."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.page = SETTINGS.geometry.tokens_per_block(spec.tp)
+        self.lease: list[set[int]] = []
+        self.running: dict[str, tuple[int, list[list[int]]]] = {}
+        self.held: tuple[int, dict[str, tuple[int, list[list[int]]]]] | None = None
+        self.given_up: set[str] = set()
+        self.staying: dict[str, str] = {}
+
+    def begin(self, lease: list[list[int]]) -> None:
+        self.lease = [set(pages) for pages in lease]
+        self.running, self.held, self.given_up = {}, None, set()
+
+    def take(self, rid: str, tokens: int) -> None:
+        """Run a request; its KV goes into free blocks of the lease, or, if they do not suffice, it waits without."""
+        count = -(-tokens // self.page)
+        free = [sorted(self._free(rank)) for rank in range(self.spec.tp)]
+        if min(map(len, free)) < count:
+            tokens, count = 0, 0
+        self.running[rid] = (tokens, [pages[:count] for pages in free])
+
+    def _free(self, rank: int) -> set[int]:
+        return self.lease[rank] - {page for _, blocks in self.running.values() for page in blocks[rank]}
+
+    def answer(self, call: HandoffCall) -> list[Any]:
+        ranks = range(self.spec.tp)
+        match call:
+            case UnexportableCall():
+                return [UnexportableAnswer(self.staying) for _ in ranks]
+            case ExportCall():
+                if self.held is not None:
+                    raise CallRefusedError(f"{self.spec}: requests are held already")
+                self.held = (call.epoch, self.running)
+                self.running = {}
+                pages = self._held_pages()
+                for rank in ranks:
+                    self.lease[rank] -= set(pages[rank])
+                given = self._shrink(call.keep)
+                carried = [
+                    CarriedRequest(rid, RequestKind.RUNNING if kv else RequestKind.WAITING, kv, kv + 1, 500, None, b"-")
+                    for rid, (kv, _) in self.held[1].items()
+                ]
+                blocks = [[blocks[rank] for _, blocks in self.held[1].values()] for rank in ranks]
+                return [
+                    ExportAnswer(call.epoch, carried if rank == 0 else [], blocks[rank], pages[rank], {}, given[rank])
+                    for rank in ranks
+                ]
+            case AdoptCall():
+                for at, request in enumerate(call.requests):
+                    assert request.rid not in self.running
+                    mine = [call.blocks[rank][at] for rank in ranks]
+                    assert len(mine[0]) == -(-request.kv_tokens // self.page)
+                    self.running[request.rid] = (request.kv_tokens, mine)
+                    for rank in ranks:
+                        self._join(rank, mine[rank])
+                for rank in ranks:
+                    self._join(rank, call.grow[rank])
+                return [AdoptAnswer(call.epoch, [request.rid for request in call.requests], [], []) for _ in ranks]
+            case ReleaseCall():
+                held = self._require(call.epoch)
+                assert set(held) <= set(call.taken) | self.given_up
+                aborted = sorted(self.given_up & set(call.taken))
+                pages = self._held_pages()
+                self.held, self.given_up = None, set()
+                given = self._shrink(call.keep)
+                return [ReleaseAnswer(call.epoch, pages[rank], aborted, given[rank]) for rank in ranks]
+            case RestoreCall():
+                held = self._require(call.epoch)
+                pages = self._held_pages()
+                for rank in ranks:
+                    self._join(rank, pages[rank])
+                    self._join(rank, call.grow[rank] if call.grow else [])
+                self.running |= held
+                self.held = None
+                restored = [rid for rid in held if rid not in self.given_up]
+                return [RestoreAnswer(call.epoch, restored, pages[rank]) for rank in ranks]
+        raise AssertionError(call)
+
+    def _join(self, rank: int, pages: list[int]) -> None:
+        assert not self.lease[rank] & set(pages), "a block that the engine has already"
+        self.lease[rank] |= set(pages)
+
+    def _require(self, epoch: int) -> dict[str, tuple[int, list[list[int]]]]:
+        if self.held is None or self.held[0] != epoch:
+            raise CallRefusedError(f"{self.spec}: nothing of epoch {epoch} is held")
+        return self.held[1]
+
+    def _held_pages(self) -> list[list[int]]:
+        assert self.held is not None
+        return [
+            sorted(page for _, blocks in self.held[1].values() for page in blocks[rank]) for rank in range(self.spec.tp)
+        ]
+
+    def _shrink(self, keep: int | None) -> list[list[int]]:
+        given = []
+        for rank in range(self.spec.tp):
+            count = max(0, len(self.lease[rank]) - (keep or 0))
+            out = sorted(self._free(rank))[:count]
+            self.lease[rank] -= set(out)
+            given.append(out)
+        return given
+
+
+class Node:
+    """Two GPUs, three engines, all of them up; layout ONES.
+
+    Attributes:
+        faults: by engine and kind of call, e.g. ("tp1@0", "ExportCall"): one of FAULTS, for the next such call.
+        during: likewise, what happens right before the engine does what it is asked.
+        turns: likewise, how often the event loop turns before the answer is read; 1 unless told.
+    """
+
+    def __init__(self, drain_timeout_s: float = 0.2) -> None:
+        self.world = World(ONES)
+        self.router = self.world.router
+        self.faults: dict[tuple[str, str], str] = {}
+        self.during: dict[tuple[str, str], Callable[[], None]] = {}
+        self.turns: dict[tuple[str, str], int] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.sent: set[str] = set()
+        self._pending: dict[str, list[asyncio.Future[None]]] = {name: [] for name in SPECS}
+        self._seen = dict.fromkeys(SPECS, 0)
+        self.fakes = {name: FakeEngine(spec) for name, spec in SPECS.items()}
+        layout = parse_layout(ONES, (1, 2), 2)
+        self.pools = Pools(SETTINGS, list(SPECS.values()), layout.engines, self._call, self._kill)
+        self._regions = {gpu: allocate(ledger_bytes(SETTINGS.geometry), "cpu") for gpu in (0, 1)}
+        self.pools.open({gpu: region.handle for gpu, region in self._regions.items()})
+        handles = {gpu: region.handle for gpu, region in self._regions.items()}
+        self.modes = Modes(self.router, self.pools, SPECS, lambda: handles, drain_timeout_s)
+        self.repair = Repair(
+            self.router, self._call, lambda engine, why: self._kill(SPECS[engine.name], why), lambda: self.pools.epoch
+        )
+        self.world.wake = self.repair.wake
+        for name, spec in SPECS.items():
+            self.fakes[name].begin(self.pools.first_lease(spec))
+        self.world.warm()
+
+    # Requests.
+
+    def request(self, *rids: str, tokens: int = 40) -> None:
+        for rid in rids:
+            self.sent.add(rid)
+            self.world.request(rid, tokens)
+        self.read()
+
+    def read(self) -> None:
+        """Engines read what they were sent."""
+        for name, fake in self.fakes.items():
+            while self._seen[name] < len(self.world.received[name]):
+                message = msgpack_decode(self.world.received[name][self._seen[name]])
+                self._seen[name] += 1
+                if isinstance(message, io_struct.AbortReq):
+                    self._abort(name, fake, message)
+                elif isinstance(message, io_struct.TokenizedGenerateReqInput):
+                    fake.take(message.rid, len(message.input_ids))
+
+    def _abort(self, name: str, fake: FakeEngine, message: io_struct.AbortReq) -> None:
+        def meant(rid: str) -> bool:
+            return message.abort_all or rid.startswith(message.rid)
+
+        if fake.held is not None:
+            fake.given_up |= {rid for rid in fake.held[1] if meant(rid)}
+        for rid in [rid for rid in fake.running if meant(rid)]:
+            del fake.running[rid]
+            self.world.reply(name, io_struct.AbortReq(rid=rid))
+
+    def finish(self, *rids: str) -> None:
+        for name, fake in self.fakes.items():
+            for rid in [rid for rid in fake.running if rid in rids or not rids]:
+                del fake.running[rid]
+                self.world.finish(name, rid)
+
+    def ended(self) -> Counter[str]:
+        """How often each request has ended; as the front, this ignores the echo of an abort that ends nothing."""
+        ended: Counter[str] = Counter()
+        for output in self.world.outputs:
+            ends = zip(output.rids, output.finished_reasons, strict=True)  # type: ignore[attr-defined]
+            ended.update(rid for rid, reason in ends if reason)
+        for message in self.world.tokenizer:
+            assert isinstance(message, io_struct.AbortReq)
+            if message.finished_reason or not ended[message.rid]:
+                ended[message.rid] += 1
+        return Counter({rid: count for rid, count in ended.items() if count})
+
+    # Engines.
+
+    def die(self, name: str, why: str = "killed") -> None:
+        """All ranks end; that they are gone is noticed a few turns of the loop later."""
+        if self.router.engines[name].state is not EngineState.READY:
+            return
+        self.world.connected[name] = False
+        for future in self._pending[name]:
+            if not future.done():
+                future.set_exception(EngineGoneError(f"{name}: {why}"))
+        self.router.engine_lost(self.router.engines[name], EngineState.DEAD, f"engine {name} is down: {why}")
+        self.modes.engine_lost(SPECS[name], why)
+        asyncio.get_running_loop().call_later(0.002, self._gone, name)
+
+    def _gone(self, name: str) -> None:
+        self.fakes[name].begin([[] for _ in SPECS[name].gpus])
+        self.pools.engine_gone(SPECS[name])
+
+    def restart(self, name: str) -> None:
+        """Its ranks are gone; start it, and let it answer its warm-up."""
+        self._seen[name] = len(self.world.received[name])
+        self.fakes[name].begin(self.pools.first_lease(SPECS[name]))
+        self.router.engines[name].state = EngineState.STARTING
+        self.world.connected[name] = True
+        self.world.warm(name)
+        self.modes.engine_ready(SPECS[name])
+
+    def _kill(self, spec: EngineSpec, why: str) -> None:
+        self.die(spec.name, why)
+
+    async def _call(self, engine: str, name: str, payload: dict[str, Any], epoch: int) -> list[dict[str, Any]]:
+        call = msgspec.convert(payload, HandoffCall) if name == "handoff" else None
+        key = (engine, name if call is None else type(call).__name__)
+        self.calls.append(key)
+        if not self.world.connected[engine]:
+            raise EngineGoneError(f"{engine}: {key[1]} was not sent")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending[engine].append(future)
+        try:
+            await asyncio.sleep(0)
+            self.read()
+            self.during.pop(key, lambda: None)()
+            fault = self.faults.pop(key, None)
+            if not future.done():
+                match fault:
+                    case "refuse":
+                        raise CallRefusedError(f"{engine}: {key[1]} was refused")
+                    case "die":
+                        self.die(engine)
+                    case "break":
+                        raise CallBrokenError(f"{engine}: only some ranks did {key[1]}")
+                    case "raise":
+                        raise ZeroDivisionError(f"{engine}: a fault in {key[1]}")
+            if future.done():
+                await future
+            answers = self._do(engine, name, payload, call)
+            if fault == "die after":
+                self.die(engine)
+            for _ in range(self.turns.get(key, 1)):
+                await asyncio.sleep(0)
+            if future.done():
+                await future
+            return answers
+        finally:
+            self._pending[engine].remove(future)
+            if future.done():
+                future.exception()
+
+    def _do(self, engine: str, name: str, payload: dict[str, Any], call: HandoffCall | None) -> list[dict[str, Any]]:
+        fake = self.fakes[engine]
+        if call is not None:
+            return [msgspec.to_builtins(answer) for answer in fake.answer(call)]
+        match name:
+            case "kv_grow":
+                for rank, pages in enumerate(payload["pages"]):
+                    fake._join(rank, pages)
+            case "kv_state":
+                return [{"pages": sorted(pages), "free": 0, "cached_tokens": 0} for pages in fake.lease]
+            case "recover":
+                for one in payload["requests"]:
+                    message = msgpack_decode(base64.b64decode(one["message"]))
+                    fake.take(message.rid, len(message.input_ids))
+        return [{} for _ in SPECS[engine].gpus]
+
+    # The test's side.
+
+    async def switch(self, layout: str, strategy: str = "migrate") -> Switch:
+        """Raises what Modes.switch does; TimeoutError if it hangs."""
+        wanted = parse_layout(layout, (1, 2), 2)
+        async with asyncio.timeout(LIMIT_S):
+            return await self.modes.switch(wanted, Strategy(strategy), "test")
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Let the loop turn until something holds."""
+        async with asyncio.timeout(LIMIT_S):
+            while not condition():
+                await asyncio.sleep(0)
+
+    async def settle(self) -> None:
+        """Start again what is dead, and let everything that waits happen."""
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.sleep(0.01)
+            for name, engine in self.router.engines.items():
+                if engine.state is EngineState.DEAD:
+                    self.restart(name)
+            for _ in range(20):
+                await asyncio.sleep(0)
+                self.read()
+            while self.router.stranded.in_flight:
+                await asyncio.sleep(0.001)
+                self.read()
+            await asyncio.sleep(0.005)
+            self.read()
+
+    def check(self) -> None:
+        """Between switches: each request in one place, and every ledger as the engines have it."""
+        self.pools.check()
+        for name, spec in SPECS.items():
+            if self.router.engines[name].state is EngineState.READY:
+                assert self.pools.lease(spec) == [sorted(pages) for pages in self.fakes[name].lease], name
+        holders = self.router._holders()
+        places = Counter(rid for holder in holders for rid in holder.in_flight)
+        assert all(count == 1 for count in places.values()), places
+        assert {rid: holder.name for holder in holders for rid in holder.in_flight} == {
+            rid: holder.name for rid, holder in self.router._where.items()
+        }
+        assert not self.router.moving.in_flight
+        ended = self.ended()
+        assert all(count == 1 for count in ended.values()), ended
+        assert set(places) | set(ended) | set(self.router._queue) == self.sent
+        assert not set(places) & set(ended)
+        for name, fake in self.fakes.items():
+            assert set(fake.running) == set(self.router.engines[name].in_flight), name
+        kept = {rid for export in self.modes._kept.values() for rid in export.rids}
+        held = {rid for fake in self.fakes.values() if fake.held is not None for rid in fake.held[1]}
+        assert held == kept
+        assert set(self.router.journal) == set(places)
+
+    def where(self) -> dict[str, list[str]]:
+        return {name: sorted(fake.running) for name, fake in self.fakes.items() if fake.running}

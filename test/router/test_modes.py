@@ -1,0 +1,375 @@
+"""The switch of layout against engines that refuse, die and break in each of its phases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+from sglang.srt.managers import io_struct
+from switch_fakes import FAULTS, ONES, TWO, Node
+
+from sglang_adapt.router.engine import EngineState
+from sglang_adapt.router.switch import SwitchRefusedError
+
+RIDS = ("a", "b", "c", "d")
+
+
+def run(story: Callable[[Node], Awaitable[None]], checked: bool = True) -> None:
+    """Tell a story on a new node; in the end every request has ended once and all blocks are accounted for."""
+
+    async def tell() -> None:
+        node = Node()
+        await story(node)
+        await node.settle()
+        if checked:
+            node.check()
+        for layout in (TWO, ONES):
+            if node.modes._kept:
+                await node.switch(layout)
+        await node.settle()
+        node.finish()
+        await node.settle()
+        node.check()
+        assert node.router.in_flight == 0
+        assert set(node.ended()) == node.sent
+
+    asyncio.run(tell())
+
+
+def test_requests_and_blocks_go_over_and_back() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        switch = await node.switch(TWO)
+        assert node.where() == {"tp2@0-1": [*RIDS]}
+        assert (switch.requests, switch.failures) == ({"migrated": 4}, [])
+        assert switch.kv_tokens == 160
+        node.check()
+        await node.switch(ONES)
+        assert {name: len(rids) for name, rids in node.where().items()} == {"tp1@0": 2, "tp1@1": 2}
+        assert [kind for _, kind in node.calls[:8]].count("kv_map") == 1
+
+    run(story)
+
+
+def test_recompute_leaves_the_kv_behind() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        switch = await node.switch(TWO, "recompute")
+        assert switch.requests == {"recomputed": 4}
+        assert all(tokens == 0 for tokens, _ in node.fakes["tp2@0-1"].running.values())
+
+    run(story)
+
+
+def test_keep_holds_requests_until_their_layout_is_back() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        assert (await node.switch(TWO, "keep")).requests == {"kept": 4}
+        assert node.where() == {}
+        node.check()
+        node.request("e")
+        assert node.where() == {"tp2@0-1": ["e"]}
+        switch = await node.switch(ONES, "keep")
+        assert switch.requests == {"resumed": 4, "kept": 1}
+        assert {name: len(rids) for name, rids in node.where().items()} == {"tp1@0": 2, "tp1@1": 2}
+
+    run(story)
+
+
+def test_a_kept_request_that_is_aborted_ends_at_once_and_once() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO, "keep")
+        node.world.send(io_struct.AbortReq(rid="b"))
+        assert node.ended() == {"b": 1}
+        assert (await node.switch(ONES)).requests == {"resumed": 3}
+        node.read()
+        assert "b" not in {rid for rids in node.where().values() for rid in rids}
+
+    run(story)
+
+
+def test_kept_requests_of_an_engine_that_dies_go_on_elsewhere() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO, "keep")
+        node.die("tp1@0")
+        await node.settle()
+        assert len(node.where()["tp2@0-1"]) == 2
+
+    run(story)
+
+
+def test_an_engine_that_dies_while_it_hands_over_what_it_is_to_keep() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        # It has handed out; the switch is at the engine that enters.
+        node.during[("tp2@0-1", "AdoptCall")] = lambda: node.die("tp1@0")
+        switch = await node.switch(TWO, "keep")
+        assert switch.requests == {"kept": 2}
+        await node.settle()
+        assert len(node.where()["tp2@0-1"]) == 2
+
+    run(story)
+
+
+@pytest.mark.parametrize("engine", ["tp1@0", "tp1@1"])
+def test_a_refused_export_changes_nothing(engine: str) -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        before = node.where()
+        node.faults[(engine, "ExportCall")] = "refuse"
+        with pytest.raises(SwitchRefusedError, match=f"layout {ONES} stays: {engine}: ExportCall was refused"):
+            await node.switch(TWO)
+        assert node.where() == before
+        node.request("e")
+        assert str(node.router.layout) == ONES
+
+    run(story)
+
+
+def test_a_refused_adopt_is_rolled_back() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        before = node.where()
+        node.faults[("tp2@0-1", "AdoptCall")] = "refuse"
+        with pytest.raises(SwitchRefusedError, match="could not take its requests up"):
+            await node.switch(TWO)
+        assert node.where() == before
+
+    run(story)
+
+
+def test_when_one_of_two_refuses_the_other_gets_all() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO)
+        node.faults[("tp1@0", "AdoptCall")] = "refuse"
+        switch = await node.switch(ONES)
+        assert switch.requests["stranded"] == 2
+        assert "tp1@0 could not take its requests up" in switch.failures[0]
+        await node.settle()
+        assert sum(map(len, node.where().values())) == 4
+
+    run(story)
+
+
+def test_requests_that_do_not_fit_are_a_reason_to_refuse() -> None:
+    async def story(node: Node) -> None:
+        node.request("a", "b", tokens=900)
+        before = node.where()
+        with pytest.raises(SwitchRefusedError, match="no engine has the blocks"):
+            await node.switch(TWO)
+        assert node.where() == before
+        assert (await node.switch(TWO, "auto")).requests["recomputed"] >= 1
+
+    run(story)
+
+
+def test_a_layout_with_a_dead_engine_is_refused() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.die("tp2@0-1")
+        with pytest.raises(SwitchRefusedError, match=r"engine tp2@0-1 of layout tp2@0-1 is dead; ask again"):
+            await node.switch(TWO)
+
+    run(story)
+
+
+def test_an_engine_that_dies_and_is_gone_before_it_adopts_is_not_waited_for() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.during[("tp1@1", "ExportCall")] = lambda: node.die("tp2@0-1")
+        node.turns[("tp1@1", "ExportCall")] = 20_000
+        with pytest.raises(SwitchRefusedError, match="tp2@0-1 has died since the switch began"):
+            await node.switch(TWO)
+
+    run(story)
+
+
+def test_one_switch_at_a_time() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        first = asyncio.create_task(node.switch(TWO))
+        await asyncio.sleep(0)
+        with pytest.raises(SwitchRefusedError, match="is under way"):
+            await node.switch(TWO)
+        await first
+
+    run(story)
+
+
+def test_drain_waits_and_gives_up_in_time() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        first = asyncio.create_task(node.switch(TWO, "drain"))
+        await node.until(lambda: node.router._waiters)
+        node.request("late")
+        assert "late" not in {rid for rids in node.where().values() for rid in rids}
+        node.finish(*RIDS)
+        assert (await first).requests == {"drained": 4}
+        node.read()
+        assert node.where() == {"tp2@0-1": ["late"]}
+        with pytest.raises(SwitchRefusedError, match=r"have not ended: after 0\.2 s"):
+            await node.switch(ONES, "drain")
+        assert node.where() == {"tp2@0-1": ["late"]}
+
+    run(story)
+
+
+def test_requests_that_cannot_be_moved_end_first() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        [engine] = [name for name, rids in node.where().items() if "b" in rids]
+        node.fakes[engine].staying = {"b": "has a session"}
+        first = asyncio.create_task(node.switch(TWO))
+        await node.until(lambda: node.router._waiters)
+        node.fakes[engine].staying = {}
+        node.finish("b")
+        assert (await first).requests == {"drained": 1, "migrated": 3}
+
+    run(story)
+
+
+def test_what_comes_in_the_middle_waits_for_the_new_layout() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.during[("tp2@0-1", "AdoptCall")] = lambda: node.request("e", "f")
+        await node.switch(TWO)
+        node.read()
+        assert node.where() == {"tp2@0-1": [*RIDS, "e", "f"]}
+
+    run(story)
+
+
+@pytest.mark.parametrize("at", [("tp1@0", "ExportCall"), ("tp2@0-1", "AdoptCall"), ("tp1@1", "ReleaseCall")])
+def test_an_abort_in_the_middle_ends_the_request(at: tuple[str, str]) -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.during[at] = lambda: node.world.send(io_struct.AbortReq(rid="a"))
+        await node.switch(TWO)
+        await node.settle()
+        assert node.ended() == {"a": 1}
+        assert node.where() == {"tp2@0-1": ["b", "c", "d"]}
+
+    run(story)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_an_abort_that_reaches_an_engine_right_after_its_export(back: bool) -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        [engine] = [name for name, rids in node.where().items() if "a" in rids]
+        node.turns[(engine, "ExportCall")] = 4
+
+        async def late() -> None:
+            while node.fakes[engine].held is None:
+                await asyncio.sleep(0)
+            # The router still has it at the engine, which holds it.
+            assert "a" in node.router.engines[engine].in_flight
+            node.world.send(io_struct.AbortReq(rid="a"))
+            node.read()
+            assert node.fakes[engine].given_up == {"a"}
+
+        task = asyncio.create_task(late())
+        if back:
+            node.faults[("tp2@0-1", "AdoptCall")] = "refuse"
+            with pytest.raises(SwitchRefusedError):
+                await node.switch(TWO)
+            # As stock does with a request that it runs again and that is to be aborted.
+            del node.fakes[engine].running["a"]
+            node.world.reply(engine, io_struct.AbortReq(rid="a"))
+        else:
+            await node.switch(TWO)
+        await task
+        await node.settle()
+        assert node.ended() == {"a": 1}
+
+    run(story)
+
+
+def test_an_output_that_comes_before_the_switch_has_read_the_answer() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.turns[("tp2@0-1", "AdoptCall")] = 4
+
+        async def quick() -> None:
+            while "a" not in node.fakes["tp2@0-1"].running:
+                await asyncio.sleep(0)
+            assert "a" in node.router.moving.in_flight
+            node.finish("a")
+
+        task = asyncio.create_task(quick())
+        await node.switch(TWO)
+        await task
+        assert node.ended() == {"a": 1}
+        assert node.router.in_flight == 3
+
+    run(story)
+
+
+LEAVE = ("UnexportableCall", "ExportCall", "ReleaseCall")
+PLACES = [
+    *(
+        (engine, call, TWO)
+        for engine in ("tp1@0", "tp1@1")
+        for call in ("UnexportableCall", "ExportCall", "ReleaseCall")
+    ),
+    ("tp2@0-1", "kv_map", TWO),
+    ("tp2@0-1", "AdoptCall", TWO),
+    *((engine, "AdoptCall", ONES) for engine in ("tp1@0", "tp1@1")),
+    *(("tp2@0-1", call, ONES) for call in ("ExportCall", "ReleaseCall")),
+]
+
+
+@pytest.mark.parametrize("strategy", ["migrate", "recompute", "keep"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("engine", "call", "layout"), PLACES)
+def test_no_fault_in_any_phase_loses_a_request_or_a_block(
+    engine: str, call: str, layout: str, fault: str, strategy: str
+) -> None:
+    async def story(node: Node) -> None:
+        if layout == ONES:
+            await node.switch(TWO)
+        node.request(*RIDS)
+        node.faults[(engine, call)] = fault
+        with contextlib.suppress(SwitchRefusedError, ZeroDivisionError):
+            await node.switch(layout, strategy)
+        await node.settle()
+        node.check()
+        assert strategy == "keep" or node.ended() == {}, "a request ended that only moved"
+        # Layouts can be switched as before.
+        await node.switch(TWO if str(node.router.layout) == ONES else ONES)
+
+    run(story)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_restore_that_fails(fault: str) -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.faults[("tp2@0-1", "AdoptCall")] = "refuse"
+        node.faults[("tp1@0", "RestoreCall")] = fault
+        with pytest.raises((SwitchRefusedError, ZeroDivisionError)):
+            await node.switch(TWO)
+
+    run(story)
+
+
+@pytest.mark.parametrize("turns", [1, 3, 6])
+@pytest.mark.parametrize("dead", ["tp1@0", "tp1@1"])
+def test_a_source_that_dies_around_its_answer_is_not_moved_twice(dead: str, turns: int) -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.during[("tp1@1", "ExportCall")] = lambda: node.die(dead)
+        node.turns[("tp1@1", "ExportCall")] = turns
+        # Its blocks come back when its processes are gone; until then there may be no room.
+        with contextlib.suppress(SwitchRefusedError):
+            await node.switch(TWO)
+        await node.settle()
+        assert sorted(rid for rids in node.where().values() for rid in rids) == [*RIDS]
+        assert node.router.engines[dead].state is EngineState.READY
+
+    run(story)
