@@ -24,6 +24,17 @@ def layout_of(model: Path, finest_tp: int) -> Manifest:
     return filler_of(model, finest_tp).layout()
 
 
+def sizes_by_layout_and_configuration(model: Path, finest_tp: int, dtype: str) -> tuple[int, int]:
+    """Bytes of the store, by building the model and by its configuration alone."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_adapt.upstream.weights.sizes import model_sizes
+
+    sizes = model_sizes(ServerArgs(**server_args_of(model, dtype=dtype)), (1, finest_tp))
+    assert not isinstance(sizes, str), sizes
+    return filler_of(model, finest_tp, dtype=dtype).layout().nbytes, sizes.store_bytes
+
+
 def layout_of_online_fp8(model: Path) -> Manifest:
     """The layout of a model that stock would quantise while loading it."""
     return filler_of(model, 2, quantization="fp8", dtype="bfloat16").layout()

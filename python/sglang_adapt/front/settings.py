@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_adapt.core.config import AdaptConfig
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
+from sglang_adapt.core.overheads import OverheadsFileError, default_overheads_file
+from sglang_adapt.front.memory import Deployment, fewer_tp_sizes, plan_for, read_all_overheads
+from sglang_adapt.policy.memory_plan import MemoryPlan, plan_fault
 
 VIRTUAL_GPUS_DEFAULT = 2
 _VIRTUAL_MAX_TOTAL_TOKENS = 32768
@@ -26,10 +30,12 @@ class Settings:
     Attributes:
         config: sglang_adapt's own settings.
         server_args: stock ServerArgs by TP size.
+        memory: what goes where in memory, or why that is not known before it is loaded.
     """
 
     config: AdaptConfig
     server_args: dict[int, Any]
+    memory: MemoryPlan | str
 
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +85,14 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         choices=["forkserver", "spawn"],
         help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, "
         "because importing sglang initialises CUDA (default: spawn on a machine with NVIDIA GPUs, else forkserver)",
+    )
+    group.add_argument(
+        "--adapt-overheads-file",
+        metavar="FILE",
+        type=Path,
+        default=default_overheads_file(),
+        help="where it is kept what engines were seen to take of a GPU's memory beyond weights and KV; read for the "
+        "memory plan, written when an engine starts that nothing disturbs (default: %(default)s)",
     )
 
 
@@ -146,16 +160,15 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
             extra += ["--max-total-tokens", str(_VIRTUAL_MAX_TOTAL_TOKENS)]
         if first.max_running_requests is None:
             extra += ["--max-running-requests", str(_VIRTUAL_MAX_RUNNING_REQUESTS)]
-    elif first.max_total_tokens is None:
-        raise SettingsError(
-            "--max-total-tokens is not given: the engines share each GPU's memory, so the KV pool cannot be sized "
-            "from what is free; give the number of tokens each engine may hold"
-        )
     server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
     if len(tp_sizes) > 1:
         fault = upstream.sharing_fault(server_args[tp_sizes[-1]], tp_sizes)
         if fault is not None:
             raise SettingsError(fault)
+    memory = _plan_memory(server_args, gpus, virtual, ours.adapt_overheads_file)
+    if isinstance(memory, MemoryPlan) and memory.tokens is not None and not memory.given:
+        extra += ["--max-total-tokens", str(memory.tokens)]
+        server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
     config = AdaptConfig(
         gpus=gpus,
         virtual=virtual,
@@ -168,8 +181,48 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         run_dir=run_dir,
         share_weights=len(tp_sizes) > 1,
         start_method=start_method,
+        overheads_file=str(ours.adapt_overheads_file),
+        start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
-    return Settings(config, server_args)
+    return Settings(config, server_args, memory)
+
+
+def _plan_memory(server_args: dict[int, Any], gpus: int, virtual: bool, overheads_file: Path) -> MemoryPlan | str:
+    """Plan the memory of a deployment; or why it cannot be planned, where that does no harm.
+
+    Raises:
+        SettingsError: it does not fit, or the KV pool has to be sized and the sizes are not known.
+    """
+    from sglang_adapt.memory.free import FreeMemoryError, gpu_memory, host_memory
+    from sglang_adapt.upstream.weights.sizes import decode_graph_batch, model_sizes
+
+    tp_sizes = tuple(server_args)
+    args = server_args[tp_sizes[-1]]
+    sizes = model_sizes(args, tp_sizes)
+    if isinstance(sizes, str):
+        if args.max_total_tokens is None and len(tp_sizes) > 1:
+            raise SettingsError(f"--max-total-tokens is not given, and the KV pool cannot be sized: {sizes}")
+        return sizes
+    try:
+        deployment = Deployment(
+            gpus=(host_memory(),)
+            if virtual
+            else tuple(gpu_memory(args.base_gpu_id + gpu * args.gpu_id_step).now() for gpu in range(gpus)),
+            gpu_count=gpus,
+            virtual=virtual,
+            sizes=sizes,
+            graph_batch={tp: decode_graph_batch(server_args[tp]) for tp in tp_sizes},
+            overheads=read_all_overheads(overheads_file),
+            share=args.mem_fraction_static,
+            page=args.page_size,
+        )
+    except (FreeMemoryError, OverheadsFileError) as error:
+        raise SettingsError(str(error)) from None
+    plan = plan_for(deployment, tp_sizes, args.max_total_tokens)
+    fault = plan_fault(plan, {fewer: plan_for(deployment, fewer, None) for fewer in fewer_tp_sizes(tp_sizes)})
+    if fault is not None:
+        raise SettingsError(fault)
+    return plan
 
 
 def _names_model(argv: Sequence[str]) -> bool:

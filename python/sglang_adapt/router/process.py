@@ -26,6 +26,7 @@ from sglang_adapt.engine.process import rank_main
 from sglang_adapt.keeper import KeeperConfig
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.router.observe import make_observer, start_waves
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.supervisor import RankStart, RestartLimit, Supervisor
@@ -94,6 +95,8 @@ class _Process:
         self._infos: dict[EngineSpec, dict[str, Any]] = {}
         self._draining: asyncio.Task[None] | None = None
         self._engines_started = False
+        self._waves = start_waves(args.config.candidates, args.config.start_in_turn)
+        self._observer = make_observer(args.config, args.server_args)
         self._failed = False
 
     async def run(self) -> None:
@@ -158,9 +161,15 @@ class _Process:
             raise SystemExit(1)
 
     def _start_engines(self) -> None:
-        for spec in self._config.candidates:
+        """Start the next wave of engines."""
+        for spec in self._waves.pop(0):
             logger.info("engine %s: starting %d rank%s", spec, spec.tp, "s" if spec.tp > 1 else "")
             self._router.engines[spec.name].pids = self._supervisor.start(spec).pids
+
+    def _started_engines(self) -> list[EngineSpec]:
+        """All but those whose wave has not come yet."""
+        waiting = {spec for wave in self._waves for spec in wave}
+        return [spec for spec in self._config.candidates if spec not in waiting]
 
     # What the keepers tell.
 
@@ -197,7 +206,7 @@ class _Process:
         logger.error("%s; its engines are started anew when it has loaded", why)
         self._supervisor.hold()
         args = self._args.server_args[self._config.tp_sizes[-1]]
-        for spec in self._config.candidates:
+        for spec in self._started_engines():
             if any(self._device(args, gpu) in devices for gpu in spec.gpus):
                 self._supervisor.kill(spec, why)
 
@@ -219,6 +228,8 @@ class _Process:
         engine = self._router.engines[spec.name]
         engine.restarts = number
         engine.state = EngineState.STARTING
+        if self._observer is not None:
+            self._observer.starting(spec)
         if spec in self._inputs:
             self._inputs[spec].close(linger=0)
             self._outputs[spec].close()
@@ -276,6 +287,8 @@ class _Process:
 
     def _on_lost(self, spec: EngineSpec, why: str, again: bool) -> None:
         engine = self._router.engines[spec.name]
+        if self._observer is not None:
+            self._observer.lost(spec)
         text = f"engine {spec.name} is down: {why}"
         if self._report is not None:
             self._supervisor.abandon()
@@ -298,6 +311,11 @@ class _Process:
         ready = sum(other.state is EngineState.READY for other in engines)
         seconds = time.monotonic() - self._supervisor.run_of(self._specs[engine.name]).started_at
         logger.info("engine %s: ready after %.1f s (%d of %d)", engine.name, seconds, ready, len(engines))
+        if self._observer is not None:
+            spec = self._specs[engine.name]
+            self._observer.warm(spec, self._infos[spec]["max_total_num_tokens"])
+        if self._waves and ready == len(engines) - sum(map(len, self._waves)):
+            self._start_engines()
 
     def _changed(self) -> None:
         engines = self._router.engines.values()
@@ -353,7 +371,7 @@ class _Process:
             self._router.fail_all(f"the server shut down before this request was done ({timeout_s:.0f} s)")
         stopping = self._loop.create_task(self._supervisor.stop(_STOP_TIMEOUT_S))
         await asyncio.sleep(0)
-        for spec in self._config.candidates:
+        for spec in self._started_engines():
             engine = self._router.engines[spec.name]
             if engine.state is EngineState.READY:
                 engine.state = EngineState.STOPPED

@@ -89,6 +89,13 @@ def _mlp(config: Any, prefix: str) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(f"{name}.down_proj.weight", (hidden, size))
 
 
+def quantised_tensors(config: Any) -> Iterator[CheckpointTensor]:
+    """The same in the checkpoint's own format: with the scales of its weights if it is quantised."""
+    settings = getattr(config, "quantization_config", None) or {}
+    for tensor in checkpoint_tensors(config):
+        yield from _in_block_fp8(tensor, settings.get("weight_block_size"))
+
+
 def _in_block_fp8(tensor: CheckpointTensor, block: Sequence[int] | None) -> Iterator[CheckpointTensor]:
     """A tensor as it is; a linear layer's weight in a block-wise FP8 checkpoint with its scales."""
     if block is None or not tensor.name.endswith("_proj.weight"):
@@ -116,7 +123,5 @@ class SyntheticLoader(DefaultModelLoader):
     def _get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
         check_model(model_config, 1)
         device = next(model.parameters()).device
-        settings = getattr(model_config.hf_config, "quantization_config", None) or {}
-        for plain in checkpoint_tensors(model_config.hf_config):
-            for tensor in _in_block_fp8(plain, settings.get("weight_block_size")):
-                yield tensor.name, tensor.draw(model_config.dtype, device)
+        for tensor in quantised_tensors(model_config.hf_config):
+            yield tensor.name, tensor.draw(model_config.dtype, device)
