@@ -10,6 +10,7 @@ import pytest
 from sglang_adapt.upstream.weights.refusals import UnshareableError, check_shareable
 
 SETTINGS: dict[str, Any] = {
+    "device": "cuda",
     "enable_lora": False,
     "lora_paths": None,
     "pp_size": 1,

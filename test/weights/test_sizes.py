@@ -11,13 +11,12 @@ import weights_children as children
 from weights_engines import in_child
 from weights_models import MODELS
 
-CASES = [(name, tp) for name in sorted(MODELS) for tp in (2, 4) if "fp8" not in name or tp == 2]
+CASES = [(name, tp) for name in sorted(MODELS) for tp in (2, 4) if MODELS[name].fp8 != "block" or tp == 2]
 
 
 @pytest.mark.parametrize(("name", "finest_tp"), CASES)
 def test_sizes_are_those_of_the_layout(
     context: ForkServerContext, model: Callable[[str], Path], name: str, finest_tp: int
 ) -> None:
-    dtype = "bfloat16" if "fp8" in name else "float32"
-    layout, sizes = in_child(context, children.sizes_by_layout_and_configuration, model(name), finest_tp, dtype)
+    layout, sizes = in_child(context, children.sizes_by_layout_and_configuration, model(name), finest_tp)
     assert sizes == layout

@@ -17,6 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.vocab_parallel_embedding import pad_vocab_size
 from sglang.srt.server_args import ServerArgs
 
+from sglang_adapt.upstream.weights.params import BLOCK_SCALE
 from sglang_adapt.upstream.weights.refusals import UnshareableError, check_model
 from sglang_adapt.upstream.weights.synthetic import CheckpointTensor, quantised_tensors
 from sglang_adapt.weights.manifest import ALIGNMENT
@@ -115,7 +116,8 @@ def _shards(config: Any, dtype: torch.dtype, tp: int) -> Iterator[tuple[int, boo
         name, shape, is_sharded = _shard(config, tensor, tp)
         sizes[name] += prod(shape) * (tensor.dtype or dtype).itemsize
         sharded[name] = is_sharded
-    if getattr(config, "quantization_config", None) and config.model_type in _KV_SCALES:
+    settings = getattr(config, "quantization_config", None) or {}
+    if settings.get("quant_method") == "fp8" and config.model_type in _KV_SCALES:
         for name in ("k_scale", "v_scale"):
             for layer in range(config.num_hidden_layers):
                 sizes[f"{layer}.{name}"], sharded[f"{layer}.{name}"] = 4, False
@@ -130,6 +132,9 @@ def _shard(config: Any, tensor: CheckpointTensor, tp: int) -> tuple[str, tuple[i
         path = path[: path.index("experts") + 1]
     name = ".".join((*path, _FUSED.get(layer, layer), attribute))
     shape = list(tensor.shape)
+    if not shape:
+        # A scale for the whole tensor; fused layers have one for each of theirs.
+        return name, (1,), False
     if layer in ("embed_tokens", "lm_head"):
         shape[0] = pad_vocab_size(shape[0])
     if layer in ("k_proj", "v_proj"):
@@ -138,7 +143,7 @@ def _shard(config: Any, tensor: CheckpointTensor, tp: int) -> tuple[str, tuple[i
     if layer in _ROWS_SHARED:
         shape[0] //= tp
         return name, tuple(shape), True
-    if layer in _COLUMNS_SHARED and len(shape) > 1:
+    if layer in _COLUMNS_SHARED and attribute in ("weight", BLOCK_SCALE):
         shape[1] //= tp
         return name, tuple(shape), True
     return name, tuple(shape), False
