@@ -41,6 +41,13 @@ def layout_of_online_fp8(model: Path) -> Manifest:
     return filler_of(model, 2, quantization="fp8", dtype="bfloat16").layout()
 
 
+def fill_in_bfloat16(model: Path) -> None:
+    """Fill a store as on a machine without GPUs."""
+    filler = filler_of(model, 2, dtype="bfloat16")
+    with WeightStore.create(filler.layout(), "cpu") as store:
+        filler.fill(store)
+
+
 def fill_without(model: Path, suffix: str, folder: Path) -> None:
     """Fill a store from a checkpoint from which the tensors with a suffix are missing."""
     import shutil
@@ -51,6 +58,7 @@ def fill_without(model: Path, suffix: str, folder: Path) -> None:
     file = folder / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(suffix)}
     save_file(kept, file, metadata={"format": "pt"})
+    allow_float32_with_fp8()
     contents(folder, 2, "auto")
 
 

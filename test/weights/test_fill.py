@@ -137,6 +137,22 @@ def test_fp8_of_other_kinds_and_off_block_borders_is_refused(context: ForkServer
         in_child(context, children.layout_of_online_fp8, model("qwen3"))
 
 
+@pytest.mark.parametrize("suffix", [".down_proj.weight_scale", ".k_proj.input_scale"])
+def test_a_scale_that_the_checkpoint_lacks_is_named(
+    context: ForkServerContext, model: Model, tmp_path: Path, suffix: str
+) -> None:
+    parameter = suffix.replace("k_proj", "qkv_proj")
+    with pytest.raises(RuntimeError, match=rf"nothing was loaded for model\.layers\.0\.[a-z_]+{parameter}"):
+        in_child(context, children.fill_without, model("qwen3_fp8_static"), suffix, tmp_path / "part")
+
+
+def test_fp8_that_stock_would_requantise_is_refused(context: ForkServerContext, model: Model) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"layers\.0\..*stock sglang changes FP8 weights .*--adapt-tp-sizes a single"
+    ):
+        in_child(context, children.fill_in_bfloat16, model("llama_fp8_tensor"))
+
+
 def test_a_weight_outside_the_store_is_found(context: ForkServerContext, model: Model, keeper: Keeper) -> None:
     handle = keeper("llama_tied", 4).weights
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight \(1024 bytes on cpu\) is not a view"):
