@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from sglang_adapt.memory import free
 from sglang_adapt.memory.free import FreeMemory
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_fault, plan_lines
 from sglang_adapt.upstream.front import parse_server_args
+from sglang_adapt.upstream.weights import sizes
 from sglang_adapt.upstream.weights.sizes import ModelSizes
 
 GB = 10**9
@@ -111,6 +113,28 @@ def test_what_cannot_fit_is_refused_before_anything_is_started(tmp_path: Path, t
     two_gpus[0] = 6 * GB
     with pytest.raises(SettingsError, match=r"GPU 0 .* no room for KV, .*: give --adapt-tp-sizes 2, which leaves"):
         planned(tmp_path / "none")
+
+
+def test_sizes_that_are_not_known_do_no_harm_unless_a_pool_must_be_sized(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, two_gpus: list[int]
+) -> None:
+    monkeypatch.setattr(sizes, "model_sizes", lambda args, tp_sizes: "nobody knows")
+    parsed = {tp: parse_server_args(["--model-path", str(demo_model_path()), "--tp-size", str(tp)]) for tp in (1, 2)}
+    with pytest.raises(SettingsError, match=r"--max-total-tokens is not given, and the KV pool .*: nobody knows"):
+        _plan_memory(parsed, 2, virtual=False, overheads_file=tmp_path / "none")
+    assert _plan_memory({2: parsed[2]}, 2, virtual=False, overheads_file=tmp_path / "none") == "nobody knows"
+
+
+def test_sizes_of_draft_models_and_other_models_are_not_known() -> None:
+    parsed = parse_server_args(["--model-path", str(demo_model_path())])
+    found = sizes.model_sizes(parsed, (1, 2))
+    assert isinstance(found, ModelSizes) and found.shape == "3x256"
+    lora = SimpleNamespace(speculative_algorithm=None, enable_lora=True, lora_paths=None)
+    assert (
+        sizes.model_sizes(lora, (1, 2)) == "the sizes of draft models and adapters are not known before they are loaded"
+    )
+    # 8 attention heads do not go into 3 shards.
+    assert "not known before it is loaded: 8 attention heads" in sizes.model_sizes(parsed, (1, 3))
 
 
 def test_virtual_gpus_are_held_against_the_hosts_memory() -> None:

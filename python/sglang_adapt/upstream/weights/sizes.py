@@ -60,6 +60,8 @@ def model_sizes(server_args: ServerArgs, tp_sizes: Sequence[int]) -> ModelSizes 
         server_args: stock's, of any of the engines: the TP size in them is not looked at.
         tp_sizes: TP sizes to tell the sizes for.
     """
+    if server_args.speculative_algorithm is not None or server_args.enable_lora or server_args.lora_paths:
+        return "the sizes of draft models and adapters are not known before they are loaded"
     model_config = ModelConfig.from_server_args(server_args)
     try:
         check_model(model_config, max(tp_sizes))
