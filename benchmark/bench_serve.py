@@ -4,12 +4,16 @@
 
 Stock serves `tp1@0,tp1@1` as `--dp-size 2` and `tp2@0-1` as `--tp-size 2`. For each layout both systems are started
 in turn; the order alternates between repeats. Prints a table with the ratio ours/stock and writes JSON.
+
+Two kinds of load: closed loops (`--concurrency`), whose requests fall into step, so that TTFT depends on which of two
+rhythms a run happens to find, and Poisson arrivals (`--rate`, requests/s), the same for both systems.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import shlex
 import statistics
 import tempfile
@@ -30,6 +34,8 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--requests", type=int, default=4, help="requests per unit of concurrency")
+    parser.add_argument("--rate", type=float, nargs="*", default=[], help="requests/s of loads with Poisson arrivals")
+    parser.add_argument("--rate-seconds", type=float, default=12.0, help="length of each of those")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--virtual", action="store_true", help="virtual GPUs (no CUDA)")
     parser.add_argument("--start-method", default="forkserver", help="for ours: --adapt-start-method")
@@ -60,6 +66,21 @@ def main() -> None:
     )
 
 
+def _loads(options: argparse.Namespace) -> list[tuple[str, list[Request], int | None]]:
+    """Name, requests, and concurrency of a closed loop (None: at their arrival times) of each load."""
+    shape = options.input_tokens, options.output_tokens
+    loads: list[tuple[str, list[Request], int | None]] = [
+        (f"{concurrency} at a time", [Request(0, *shape)] * (options.requests * concurrency), concurrency)
+        for concurrency in options.concurrency
+    ]
+    for rate in options.rate:
+        rng, at, requests = random.Random(5), 0.0, []
+        while (at := at + rng.expovariate(rate)) < options.rate_seconds:
+            requests.append(Request(at, *shape))
+        loads.append((f"{rate:g} requests/s", requests, None))
+    return loads
+
+
 def _measure(
     system: str, layout: str, flags: list[str], options: argparse.Namespace, logs: Path, repeat: int
 ) -> list[dict]:
@@ -81,21 +102,20 @@ def _measure(
     # On a CPU stock gets what ours sets itself: a thread a rank, and idle ranks that sleep.
     fair = {"OMP_NUM_THREADS": "1"} if options.virtual else {}
     with Server(f"{system} {layout}", module, [*flags, *own], logs / f"{system}-tp{tp}-{repeat}.log", fair) as server:
-        for concurrency in options.concurrency:
-            requests = [Request(0, options.input_tokens, options.output_tokens)] * (options.requests * concurrency)
+        for load, requests, concurrency in _loads(options):
             # One round to warm up caches and graphs of these shapes, with other prompts.
-            asyncio.run(run_load(server.url, requests[:concurrency], options.vocab, concurrency, seed=99))
+            asyncio.run(run_load(server.url, requests[: concurrency or 32], options.vocab, concurrency or 32, seed=99))
             timings, seconds = asyncio.run(run_load(server.url, requests, options.vocab, concurrency, seed=repeat))
             errors = {timing.error for timing in timings if timing.error}
             if errors:
                 print(f"{server.name}: {errors}\n{server.tail()}", flush=True)
             summary = summarize(timings, seconds)
-            print(system, layout, concurrency, summary, flush=True)
+            print(system, layout, load, summary, flush=True)
             rows.append(
                 {
                     "system": system,
                     "layout": layout,
-                    "concurrency": concurrency,
+                    "load": load,
                     "repeat": repeat,
                     "start_s": server.start_s,
                     **summary,
@@ -106,23 +126,21 @@ def _measure(
 
 def _table(rows: list[dict], options: argparse.Namespace) -> list[dict]:
     table = []
-    print(f"{'layout':14} {'conc.':>5} {'metric':>20} {'stock':>10} {'ours':>10} {'ours/stock':>10}")
+    print(f"{'layout':14} {'load':>16} {'metric':>20} {'stock':>10} {'ours':>10} {'ours/stock':>10}")
     for layout in options.layouts:
-        for concurrency in options.concurrency:
+        for load in dict.fromkeys(row["load"] for row in rows):
             for metric in METRICS:
                 pair = {
                     system: statistics.median(
                         row[metric]
                         for row in rows
-                        if (row["system"], row["layout"], row["concurrency"]) == (system, layout, concurrency)
+                        if (row["system"], row["layout"], row["load"]) == (system, layout, load)
                     )
                     for system in ("stock", "ours")
                 }
                 ratio = round(pair["ours"] / pair["stock"], 4)
-                table.append({"layout": layout, "concurrency": concurrency, "metric": metric, **pair, "ratio": ratio})
-                print(
-                    f"{layout:14} {concurrency:5} {metric:>20} {pair['stock']:10.2f} {pair['ours']:10.2f} {ratio:10.3f}"
-                )
+                table.append({"layout": layout, "load": load, "metric": metric, **pair, "ratio": ratio})
+                print(f"{layout:14} {load:>16} {metric:>20} {pair['stock']:10.2f} {pair['ours']:10.2f} {ratio:10.3f}")
     return table
 
 

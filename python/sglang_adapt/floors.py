@@ -25,6 +25,7 @@ FLOORS: dict[str, int] = {
     "floors": 7,
     "check": 7,
     "launch_server": 7,
+    "ctl": 7,
 }
 """Floor by room. `weights` and `kv` may use `memory`, which is on their floor: see `_NEIGHBOURS`."""
 

@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -59,19 +61,49 @@ def _run(argv: list[str], start_method: str) -> int:
         print("sglang_adapt: loading sglang", file=sys.stderr, flush=True)
         front = context.Process(target=front_main, args=(argv, str(run_dir.path), start_method), name="front")
         stopping = _Stopping()
-        front.start()
+        _start_without_interrupts(front, start_method == "forkserver")
         stopping.pass_to(front.pid)
         front.join()
         code = front.exitcode or 0
         return 0 if stopping.asked and code in (0, -signal.SIGTERM, -signal.SIGKILL) else abs(code)
+    except _StoppedEarly:
+        return 0
     finally:
         if not end_descendants(_KILL_WAIT_S):
             print("error: a process of this server could not be ended", file=sys.stderr, flush=True)
         run_dir.remove()
 
 
+def _start_without_interrupts(process: BaseProcess, from_forkserver: bool) -> None:
+    """Start a process that Ctrl-C does not reach, nor anything that it starts, at no moment of its life.
+
+    A terminal sends it to the whole foreground group, and processes that are still importing would end with a traceback
+    before they could ignore it.
+    """
+    # The tracker's own start unblocks the signal, so it has to come first.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        if from_forkserver:
+            forkserver.ensure_running()
+        else:
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if from_forkserver:
+        # Takes as long as the forkserver loads sglang.
+        process.start()
+
+
+class _StoppedEarly(BaseException):
+    """SIGTERM or Ctrl-C before there is a front; raised by the signal's handler, wherever the start is then."""
+
+
 class _Stopping:
-    """Passes the first SIGTERM or Ctrl-C on to the front as SIGTERM; a second one kills it."""
+    """Passes the first SIGTERM or Ctrl-C on to the front as SIGTERM; a second one kills it.
+
+    Before there is a front, the first one raises `_StoppedEarly`.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -81,11 +113,11 @@ class _Stopping:
 
     def pass_to(self, pid: int | None) -> None:
         self._pid = pid
-        if self.asked:
-            self._forward(signal.SIGTERM)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         again, self.asked = self.asked, True
+        if self._pid is None and not again:
+            raise _StoppedEarly
         self._forward(signal.SIGKILL if again else signal.SIGTERM)
 
     def _forward(self, sig: signal.Signals) -> None:

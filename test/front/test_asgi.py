@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 from sglang_adapt.core.messages import EngineStatus, RouterStatus
+from sglang_adapt.front import asgi
 from sglang_adapt.front.asgi import AdaptLayer
 
 
@@ -26,12 +29,25 @@ class Link:
     async def ask(self) -> RouterStatus | None:
         return self.status
 
+    def open(self) -> None:
+        return None
+
+    async def drain(self, timeout_s: float) -> None:
+        return None
+
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers 503 on /generate and 200 elsewhere, with the path as the body."""
     code = 503 if scope["path"] == "/generate" else 200
     await send({"type": "http.response.start", "status": code, "headers": []})
     await send({"type": "http.response.body", "body": scope["path"].encode()})
+
+
+class HangingRouter:
+    """A router that never stops."""
+
+    def is_alive(self) -> bool:
+        return True
 
 
 def ask(said: RouterStatus | None, method: str, path: str) -> httpx.Response:
@@ -68,6 +84,13 @@ def test_work_is_refused_without_an_engine_in_the_shape_of_its_route() -> None:
     assert openai.headers["retry-after"] == native.headers["retry-after"] == "1"
 
 
+def test_a_client_is_not_told_to_wait_for_engines_that_were_given_up() -> None:
+    assert "try again shortly" in ask(status("failed", "dead"), "POST", "/generate").text
+    given_up = ask(status("failed", "failed"), "POST", "/generate")
+    assert given_up.status_code == 503
+    assert "given up all engines of layout tp1@0,tp1@1" in given_up.text
+
+
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/model_info"), ("POST", "/flush_cache")])
 def test_what_is_not_work_passes(method: str, path: str) -> None:
     answer = ask(status("dead", "dead"), method, path)
@@ -83,3 +106,21 @@ def test_stocks_own_503_gets_retry_after() -> None:
 def test_engines_route() -> None:
     body = ask(status("ready", "dead"), "GET", "/adapt/engines").json()
     assert [(engine["name"], engine["state"]) for engine in body["engines"]] == [("tp1@0", "ready"), ("tp1@1", "dead")]
+
+
+def test_a_router_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "STOP_GRACE_S", 0.2)
+    stopped: list[int] = []
+    layer = AdaptLayer(app, Link(status("ready")), 0.1, HangingRouter, lambda: None)  # type: ignore[arg-type]
+
+    async def run() -> float:
+        monkeypatch.setattr(signal, "getsignal", lambda sig: lambda number, frame: stopped.append(number))
+        layer._take_signals()
+        started = time.monotonic()
+        layer._start_drain()
+        assert layer._draining is not None
+        await asyncio.wait_for(layer._draining, 5)
+        return time.monotonic() - started
+
+    assert asyncio.run(run()) >= 0.3
+    assert stopped == [signal.SIGTERM]

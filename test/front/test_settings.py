@@ -8,7 +8,7 @@ import pytest
 
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.demo import demo_model_path
-from sglang_adapt.front.settings import Settings, SettingsError, make_settings, split_argv
+from sglang_adapt.front.settings import Settings, SettingsError, check_allocator, make_settings, split_argv
 from sglang_adapt.upstream.front import stock_parser
 
 
@@ -26,14 +26,45 @@ def test_defaults_serve_the_demo_model_on_two_virtual_gpus() -> None:
         assert Path(args.model_path) == demo_model_path()
         assert args.sleep_on_idle
         assert args.dtype == "float32"
-        assert args.max_total_tokens == 32768
+        assert args.page_size == 8 * tp
     assert made.server_args[1].random_seed == made.server_args[2].random_seed
+    assert made.pool is not None
+    assert made.pool.geometry.blocks == 1 + 32768 // 8 + made.pool.standby_blocks
+    assert [made.server_args[tp].max_total_tokens for tp in (1, 2)] == [
+        made.pool.geometry.capacity_tokens(tp) for tp in (1, 2)
+    ]
 
 
 def test_stock_flags_pass_unchanged() -> None:
-    made = settings("--max-total-tokens", "1000", "--dtype", "bfloat16", "--schedule-policy", "fcfs", "--port", "1234")
+    made = settings("--dtype", "bfloat16", "--schedule-policy", "fcfs", "--port", "1234")
     for args in made.server_args.values():
-        assert (args.max_total_tokens, args.dtype, args.schedule_policy, args.port) == (1000, "bfloat16", "fcfs", 1234)
+        assert (args.dtype, args.schedule_policy, args.port) == ("bfloat16", "fcfs", 1234)
+
+
+def test_pages_and_tokens_of_the_pool_are_said_for_the_smallest_tp_size(tmp_path: Path) -> None:
+    made = settings("--max-total-tokens", "1000", "--page-size", "4", "--kv-cache-dtype", "bf16")
+    assert made.pool is not None
+    geometry = made.pool.geometry
+    assert (geometry.tokens_per_block(1), geometry.tokens_per_block(2)) == (4, 8)
+    assert (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.itemsize) == (3, 8, 32, 2)
+    assert geometry.blocks - 1 - made.pool.standby_blocks == 250
+    assert {tp: args.page_size for tp, args in made.server_args.items()} == {1: 4, 2: 8}
+    config = tmp_path / "server.yaml"
+    config.write_text(f"model-path: {demo_model_path()}\npage-size: 4\n")
+    from_file = settings("--max-total-tokens", "1000", "--kv-cache-dtype", "bf16", "--config", str(config))
+    assert from_file.pool == made.pool
+
+
+def test_one_tp_size_has_no_pool_and_takes_what_several_cannot() -> None:
+    made = settings("--adapt-tp-sizes", "1", "--max-total-tokens", "1000", "--enable-hierarchical-cache")
+    assert made.pool is None
+    assert (made.server_args[1].max_total_tokens, made.server_args[1].page_size) == (1000, 1)
+
+
+def test_allocator_settings_that_shared_gpu_memory_does_not_survive() -> None:
+    with pytest.raises(SettingsError, match="PYTORCH_CUDA_ALLOC_CONF sets expandable_segments:True"):
+        check_allocator({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    check_allocator({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
 
 
 def test_tp_size_chooses_the_layout() -> None:
@@ -55,7 +86,10 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--adapt-tp-sizes", "3", "--adapt-virtual-gpus", "3"], "3 does not divide the model's 8 attention heads"),
         (["--adapt-tp-sizes", "4"], "4 does not divide the 2 GPUs"),
         (["--adapt-tp-sizes", "1,x"], "write TP sizes separated by commas"),
-        (["--adapt-virtual-gpus", "0"], "is not positive"),
+        (["--adapt-virtual-gpus", "0"], "give 1 to 32"),
+        (["--adapt-virtual-gpus", "1000"], "give 1 to 32"),
+        (["--adapt-restart-window", "nan"], "give a finite one"),
+        (["--adapt-drain-timeout", "inf"], "give a finite one"),
         (["--adapt-virtual-gpus", "two"], "invalid int value"),
         (["--adapt-restart-limit", "-1"], "is negative"),
         (["--adapt-drain-timeout", "soon"], "invalid float value"),
@@ -64,6 +98,9 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--adapt-lay", "tp1@0"], "--adapt-lay is not a flag"),
         (["--tp-size", "4"], "--tp-size 4 is not among the TP sizes 1, 2"),
         (["--dp-size", "2"], "--dp-size 2 cannot be used with sglang_adapt: replicas are engines of the layout"),
+        (["--max-total-tokens", "31"], "--max-total-tokens 31 is too little: with pages of 8 tokens"),
+        (["--page-size", "1"], "--page-size 1: a page must hold at least 2 tokens at TP 1"),
+        (["--enable-hierarchical-cache"], "cache (--enable-hierarchical-cache, --enable-lmcache, --enable-flexkv) ca"),
         (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num cannot be used"),
     ],
 )

@@ -25,6 +25,7 @@ class World:
         self.outputs: list[object] = []
         self.lost: list[str] = []
         self.ready: list[str] = []
+        self.replied: list[tuple[str, bytes]] = []
         self.connected: dict[str, bool] = {}
         self.received: dict[str, list[bytes]] = {}
         self.router = Router(
@@ -35,6 +36,7 @@ class World:
                 ready=lambda engine: self.ready.append(engine.name),
                 changed=lambda: None,
                 lost=lambda engine: self.lost.append(engine.name),
+                replied=lambda engine, data: self.replied.append((engine.name, data)),
             ),
         )
         for name in ("tp1@0", "tp1@1", "tp2@0-1"):

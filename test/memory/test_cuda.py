@@ -11,6 +11,7 @@ import torch
 
 from sglang_adapt.memory import CudaHandle, MemoryGoneError, SharedMemoryError, allocate, attach
 from sglang_adapt.memory.allocator import refuse_expandable_segments
+from sglang_adapt.memory.cuda import PAGE_BYTES, allocation_bytes
 from sglang_adapt.memory.driver import CudaDriver
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -38,6 +39,12 @@ def test_expandable_segments_are_refused(variable: str) -> None:
         refuse_expandable_segments({variable: "max_split_size_mb:64, expandable_segments:True"})
     refuse_expandable_segments({variable: "expandable_segments:False"})
     refuse_expandable_segments({})
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 16_060_522_496])
+def test_allocations_are_whole_large_pages(nbytes: int) -> None:
+    assert allocation_bytes(nbytes) % PAGE_BYTES == 0
+    assert nbytes <= allocation_bytes(nbytes) < nbytes + PAGE_BYTES
 
 
 def _own(pipe: Connection, device: int, nbytes: int) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from sglang_adapt.core.layout import EngineSpec, candidate_engines
 from sglang_adapt.core.overheads import Overhead, OverheadKey
-from sglang_adapt.router.observe import EngineFacts, StartObserver, start_waves
+from sglang_adapt.front.settings import make_settings
+from sglang_adapt.memory import free
+from sglang_adapt.memory.free import FreeMemory
+from sglang_adapt.router.observe import EngineFacts, StartObserver, make_observer, start_waves
+from sglang_adapt.upstream.weights.sizes import ModelSizes, model_sizes
 
 FACTS = {tp: EngineFacts("32x4096", 128, weights_bytes=0, kv_bytes_per_token=100 // tp) for tp in (1, 2)}
 TP1_0, TP1_1, TP2 = candidate_engines([1, 2], 2)
@@ -92,6 +101,32 @@ def test_what_cannot_be_is_not_recorded() -> None:
     world.observer.starting(TP1_0)
     world.take(TP1_0, 50)
     assert world.observer.warm(TP1_0, 10) is None and not world.recorded
+
+
+@pytest.mark.parametrize(("share_weights", "kv_bytes"), [(True, 0), (False, 2 * 3 * 8 * 32 * 4)])
+def test_kv_in_the_pool_of_a_gpu_is_not_the_engines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share_weights: bool, kv_bytes: int
+) -> None:
+    left = [50 * 10**9, 40 * 10**9]
+    gpu = SimpleNamespace(now=lambda: FreeMemory("H100", left[0], 80 * 10**9))
+    monkeypatch.setattr(free, "gpu_memory", lambda index: gpu)
+    made = make_settings(["--adapt-virtual-gpus", "1", "--adapt-tp-sizes", "1"], "/nowhere", "forkserver")
+    config = replace(
+        made.config, virtual=False, share_weights=share_weights, overheads_file=str(tmp_path / "overheads.json")
+    )
+    observer = make_observer(config, made.server_args)
+    assert observer is not None
+    observer.starting(TP1_0)
+    left.pop(0)
+    found = observer.warm(TP1_0, kv_tokens=1000)
+    own_weights = 0 if share_weights else model_weights(made.server_args[1])
+    assert found is not None and found.nbytes == 10 * 10**9 - 1000 * kv_bytes - own_weights
+
+
+def model_weights(server_args: Any) -> int:
+    sizes = model_sizes(server_args, (1,))
+    assert isinstance(sizes, ModelSizes)
+    return sizes.rank_bytes[1]
 
 
 def test_waves_are_tp_sizes_in_turn_or_all_at_once() -> None:

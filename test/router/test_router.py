@@ -173,6 +173,30 @@ def test_a_control_request_without_engines_is_asked_of_the_next_one() -> None:
     assert world.tokenizer[0].internal_state["x"] == 1
 
 
+def test_a_control_request_that_engines_die_of_is_not_asked_again() -> None:
+    world = World().warm()
+    world.send(io_struct.ExpertDistributionReq(action=io_struct.ExpertDistributionReqType.START_RECORD))
+    for name in ("tp1@0", "tp1@1", "tp2@0-1"):
+        assert world.tokenizer == []
+        world.router.engine_lost(world.engine(name), EngineState.DEAD, f"engine {name} is down")
+    [failure] = world.tokenizer
+    assert failure.rid == f"{wire.CONTROL_FAILED_PREFIX}ExpertDistributionReqOutput"
+    assert failure.finished_reason["message"].startswith("engine tp1@0 is down | engine tp1@1 is down")
+    assert failure.finished_reason["status_code"] == 503
+    world.warm("tp1@1")
+    assert len(world.received["tp1@1"]) == 1
+
+
+def test_an_engine_that_fails_a_control_request_fails_the_whole() -> None:
+    world = World().warm()
+    world.send(io_struct.FlushCacheReqInput())
+    world.reply("tp1@0", io_struct.FlushCacheReqOutput(success=True))
+    world.reply("tp1@1", wire.control_failure(b"FlushCacheReqOutput", "no such file", 500))
+    world.reply("tp2@0-1", io_struct.FlushCacheReqOutput(success=True))
+    [failure] = world.tokenizer
+    assert failure.finished_reason == {"type": "abort", "message": "tp1@1: no such file", "status_code": 500}
+
+
 def test_an_answer_that_nobody_asked_for_is_dropped() -> None:
     world = World().warm()
     world.reply("tp1@0", io_struct.FlushCacheReqOutput(success=True))

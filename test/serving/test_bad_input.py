@@ -35,7 +35,6 @@ CASES: dict[str, tuple[str, Any]] = {
     "negative max_new_tokens": ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": -1}}),
     "negative temperature": ("/generate", {"text": "a", "sampling_params": {"temperature": -1}}),
     "top_p of two": ("/generate", {"text": "a", "sampling_params": {"top_p": 2}}),
-    "unknown sampling parameter": ("/generate", {"text": "a", "sampling_params": {"no_such": 1}}),
     "negative max_tokens": ("/v1/chat/completions", {**CHAT, "max_tokens": -1}),
     "no messages": ("/v1/chat/completions", {**CHAT, "messages": []}),
     "messages of the wrong type": ("/v1/chat/completions", {**CHAT, "messages": "hi"}),
@@ -76,6 +75,33 @@ def test_token_ids_that_the_model_does_not_have(ids: list[Any], stream: bool, ou
     assert "not in the model's vocabulary" in response.text
     if not stream:
         assert response.status_code == 400
+
+
+TEXT = {"text": "a", "sampling_params": {"max_new_tokens": 2}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"no_such": 1}}, "no_such"),
+        ("/generate", {"text": "a", "sampling_params": {"temperature": "hot"}}, "bad parameter"),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2.5}}, "max_new_tokens"),
+        ("/generate", {"text": "a", "sampling_params": {"json_schema": {"type": "object"}}}, "json_schema"),
+        ("/generate", {"text": "a", "sampling_params": {"ignore_eos": "x"}}, "ignore_eos"),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 2}]}, "do not fit"),
+        ("/generate", {"input_ids": [[]], "sampling_params": {"max_new_tokens": 2}}, "no tokens"),
+        ("/generate", {**TEXT, "return_logprob": True, "logprob_start_len": -7}, "logprob_start_len"),
+        ("/generate", {**TEXT, "positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
+        ("/generate", {**TEXT, "rid": "SGLANG_ADAPT_WARMUP_mine"}, "SGLANG_ADAPT_WARMUP"),
+        ("/v1/completions", {"model": "m", "prompt": "a", "max_tokens": 2, "logprobs": 100000}, "log probabilities"),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 100000}, "log probabilities"),
+    ],
+)
+def test_what_ends_a_stock_engine_is_refused(path: str, body: Any, named: str, ours: Callable[[str], Server]) -> None:
+    """Stock ends its engine, hangs or answers an empty 500; here the parameter is named."""
+    response = httpx.post(ours("tp1").url + path, json=body, timeout=60)
+    assert response.status_code == 400
+    assert named in response.text
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b"[1, 2", b'{"text": "a"} trailing', b"null"])

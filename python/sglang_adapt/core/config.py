@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from sglang_adapt.core.layout import EngineSpec, Layout, candidate_engines
 
+WARMUP_PROMPT = (0, 1, 2, 3)
+"""Token ids of the request that every engine must answer before it counts as ready."""
+WARMUP_TOKENS = 2
+"""Tokens that it generates."""
+WARMUP = (len(WARMUP_PROMPT), WARMUP_TOKENS)
+"""Its size, as `kv.sizing` takes it."""
+
 
 @dataclass(frozen=True)
 class AdaptConfig:
@@ -16,8 +23,10 @@ class AdaptConfig:
         virtual: True if they are virtual GPUs on a CPU.
         tp_sizes: TP sizes whose engines are kept warm, ascending.
         layout: the layout at start.
-        restart_limit: restarts of one engine within `restart_window_s` after which it is given up.
+        restart_limit: restarts of one engine within `restart_window_s` after which it is given up; as many of a
+            keeper end the server.
         drain_timeout_s: how long running requests may take to finish after SIGTERM or Ctrl-C.
+        switch_drain_timeout_s: how long a switch of layout waits for requests that have to end first.
         threads_per_rank: CPU threads of each rank's torch; used on virtual GPUs only.
         run_dir: private folder of this run's sockets, removed at the end.
         share_weights: keepers hold one copy of the weights for the engines of all TP sizes.
@@ -34,6 +43,7 @@ class AdaptConfig:
     restart_limit: int
     restart_window_s: float
     drain_timeout_s: float
+    switch_drain_timeout_s: float
     threads_per_rank: int
     run_dir: str
     share_weights: bool

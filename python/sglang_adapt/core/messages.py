@@ -1,9 +1,14 @@
-"""Our own messages between the front and the router. One struct a message, tagged, msgpack on the wire.
+"""Our own messages: between the front and the router, and between the router and an engine's ranks.
+
+One struct a message. Front and router have a socket for them: tagged, msgpack on the wire. Router and engine have
+not: theirs travel as JSON inside stock's RPC messages (`upstream/wire.py`), in order with everything else.
 
 Stock messages keep stock's format and travel on stock's sockets; nothing is added to them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -18,6 +23,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
         in_flight: accepted and unfinished requests on it.
         restarts: how often it was restarted since the start of the server.
         pids: process ids of its ranks.
+        leased_blocks: KV blocks on each of its GPUs that it may use; None where there is no shared pool.
+        free_blocks: KV blocks on each of its GPUs that nobody has.
     """
 
     name: str
@@ -26,6 +33,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     in_flight: int
     restarts: int
     pids: list[int]
+    leased_blocks: int | None = None
+    free_blocks: int | None = None
 
 
 class RouterStatus(msgspec.Struct, frozen=True, tag=True):
@@ -45,9 +54,74 @@ class StatusRequest(msgspec.Struct, frozen=True, tag=True):
     """Front to router: send the status now."""
 
 
-FrontToRouter = DrainRequest | StatusRequest
-RouterToFront = RouterStatus
+class SwitchRequest(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: go over to a layout. Answered by a LayoutAnswer when it is done or refused.
+
+    Attributes:
+        id: names the request in its answer.
+        layout: e.g. `tp2@0-1`.
+        strategy: one of `policy.carry.Strategy`.
+        reason: for the log.
+    """
+
+    id: int
+    layout: str
+    strategy: str
+    reason: str
+
+
+class LayoutRequest(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: which layout serves, read back from the engines? Answered by a LayoutAnswer."""
+
+    id: int
+
+
+class LayoutAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Router to front: HTTP status and body of the answer to the request `id`."""
+
+    id: int
+    status: int
+    body: dict[str, Any]
+
+
+class EngineCall(msgspec.Struct, frozen=True):
+    """Router to all ranks of an engine: do one thing, in the same iteration.
+
+    Attributes:
+        id: names the call in its reply; unique within one start of the engine.
+        epoch: the layout that the call belongs to; ranks refuse one below the last.
+        name: what to do (`engine/control.py`).
+        payload: its arguments, plain JSON values; the same for all ranks.
+    """
+
+    id: int
+    epoch: int
+    name: str
+    payload: dict[str, Any]
+
+
+class RankAnswer(msgspec.Struct, frozen=True):
+    """What one rank did: its answer, or the error that kept it from doing anything."""
+
+    answer: dict[str, Any] | None = None
+    error: str | None = None
+
+
+class EngineReply(msgspec.Struct, frozen=True):
+    """An engine's reply to one call: an entry for each rank."""
+
+    id: int
+    epoch: int
+    ranks: list[RankAnswer]
+
+
+FrontToRouter = DrainRequest | StatusRequest | SwitchRequest | LayoutRequest
+RouterToFront = RouterStatus | LayoutAnswer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_front_to_router = msgspec.msgpack.Decoder(FrontToRouter).decode
 decode_router_to_front = msgspec.msgpack.Decoder(RouterToFront).decode
+
+encode_json = msgspec.json.Encoder().encode
+decode_engine_call = msgspec.json.Decoder(EngineCall).decode
+decode_engine_reply = msgspec.json.Decoder(EngineReply).decode

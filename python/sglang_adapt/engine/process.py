@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
+from sglang_adapt.engine.control import EngineControl
 from sglang_adapt.upstream.rank import RankArgs, run_rank
 
 
@@ -20,7 +21,7 @@ def rank_main(args: RankArgs, report: Connection) -> None:
         reported = True
 
     try:
-        run_rank(args, send)
+        run_rank(args, send, EngineControl())
     except Exception as error:
         if not reported:
             report.send({"status": "failed", "error": f"{type(error).__name__}: {error}"})

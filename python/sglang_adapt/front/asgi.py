@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import signal
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
@@ -26,6 +27,9 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+STOP_GRACE_S = 20.0
+"""How long the engines may take to stop after the last request has ended; the router kills them after 15 s."""
 
 _WORK_PREFIXES = ("/v1/", "/api/")
 _WORK_PATHS = frozenset(("/generate", "/encode", "/classify", "/invocations", "/vertex_generate", "/rerank", "/score"))
@@ -101,7 +105,16 @@ class AdaptLayer:
 
     async def _drain(self) -> None:
         await self._link.drain(self._drain_timeout_s)
+        deadline = time.monotonic() + self._drain_timeout_s + STOP_GRACE_S
         while self._router().is_alive():
+            if time.monotonic() > deadline:
+                # The first process ends what is left once this one has ended.
+                logger.error(
+                    "the router has not stopped %.0f s after --adapt-drain-timeout (%.0f s); its processes are killed",
+                    STOP_GRACE_S,
+                    self._drain_timeout_s,
+                )
+                break
             await asyncio.sleep(0.05)
         # The router has ended every request; give the answers a moment to be written.
         for _ in range(100):
@@ -149,6 +162,10 @@ class AdaptLayer:
         if status is None:
             return Refusal(503, "no_engine", "the router does not answer; the server is starting or broken")
         if not any(engine.active and engine.state == "ready" for engine in status.engines):
+            active = [engine for engine in status.engines if engine.active]
+            if all(engine.state == "failed" for engine in active):
+                text = f"the server has given up all engines of layout {status.layout}, which died too often"
+                return Refusal(503, "no_engine", f"{text}; its log says why; start the server again")
             return Refusal(503, "no_engine", f"no engine of layout {status.layout} is up; try again shortly")
         return None
 
@@ -174,6 +191,8 @@ def _engines(status: RouterStatus) -> dict[str, Any]:
                 "in_flight": engine.in_flight,
                 "restarts": engine.restarts,
                 "pids": engine.pids,
+                "leased_blocks": engine.leased_blocks,
+                "free_blocks": engine.free_blocks,
             }
             for engine in status.engines
         ],

@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from sglang_adapt.core.config import AdaptConfig
+from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.router.process import RouterArgs, router_main
 
 
@@ -26,12 +27,14 @@ class RouterLauncher:
         config: the deployment.
         server_args: stock ServerArgs by TP size.
         control_endpoint: where the front listens for the router.
+        pool: the KV pool of every GPU, or None.
     """
 
     context: BaseContext
     config: AdaptConfig
     server_args: dict[int, Any]
     control_endpoint: str
+    pool: PoolSettings | None = None
     _process: BaseProcess | None = field(default=None, init=False)
     _report: Connection | None = field(default=None, init=False)
 
@@ -43,7 +46,7 @@ class RouterLauncher:
 
     def start(self, server_args: Any, port_args: Any) -> BaseProcess:
         self._report, writer = self.context.Pipe(duplex=False)
-        args = RouterArgs(self.config, self.server_args, port_args, self.control_endpoint, dict(os.environ))
+        args = RouterArgs(self.config, self.server_args, port_args, self.control_endpoint, dict(os.environ), self.pool)
         self._process = self.context.Process(  # type: ignore[attr-defined]
             target=router_main, args=(args, writer), name="router"
         )

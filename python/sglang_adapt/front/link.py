@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 
@@ -10,10 +11,12 @@ import zmq
 import zmq.asyncio
 
 from sglang_adapt.core import messages
-from sglang_adapt.core.messages import RouterStatus
+from sglang_adapt.core.messages import LayoutAnswer, RouterStatus
 
 logger = logging.getLogger(__name__)
 
+LAYOUT_TIMEOUT_S = 40.0
+"""How long the engines may take to say what they have: longer than the router waits for each."""
 SILENT_AFTER_S = 5.0
 """The router sends its status every second; after this long without one it counts as silent."""
 
@@ -32,6 +35,8 @@ class RouterLink:
         self._status: RouterStatus | None = None
         self._heard_at = 0.0
         self._heard = asyncio.Event()
+        self._ids = itertools.count(1)
+        self._layout_answers: dict[int, asyncio.Future[LayoutAnswer]] = {}
 
     def open(self) -> None:
         """Start receiving on the running event loop."""
@@ -42,7 +47,13 @@ class RouterLink:
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            self._status = messages.decode_router_to_front(await socket.recv())
+            message = messages.decode_router_to_front(await socket.recv())
+            if isinstance(message, LayoutAnswer):
+                future = self._layout_answers.pop(message.id, None)
+                if future is not None and not future.done():
+                    future.set_result(message)
+                continue
+            self._status = message
             self._heard_at = time.monotonic()
             self._heard.set()
 
@@ -63,6 +74,26 @@ class RouterLink:
         except TimeoutError:
             return None
         return self._status
+
+    async def layout(self) -> LayoutAnswer:
+        """The layout, read back from the engines. Raises TimeoutError."""
+        return await self._ask_layout(messages.LayoutRequest(next(self._ids)), LAYOUT_TIMEOUT_S)
+
+    async def switch(self, layout: str, strategy: str, reason: str) -> LayoutAnswer:
+        """Go over to a layout; returns when it is done or refused. The router limits how long that takes."""
+        return await self._ask_layout(messages.SwitchRequest(next(self._ids), layout, strategy, reason), None)
+
+    async def _ask_layout(
+        self, request: messages.SwitchRequest | messages.LayoutRequest, timeout_s: float | None
+    ) -> LayoutAnswer:
+        assert self._socket is not None
+        future: asyncio.Future[LayoutAnswer] = asyncio.get_running_loop().create_future()
+        self._layout_answers[request.id] = future
+        try:
+            await self._socket.send(messages.encode(request))
+            return await asyncio.wait_for(future, timeout_s)
+        finally:
+            self._layout_answers.pop(request.id, None)
 
     async def drain(self, timeout_s: float) -> None:
         """Tell the router to finish its requests within `timeout_s`, stop the engines and exit."""

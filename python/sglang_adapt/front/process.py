@@ -18,8 +18,10 @@ import setproctitle
 
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.process import die_with_parent, process_context
+from sglang_adapt.front.address import AddressError, check_address
 from sglang_adapt.front.asgi import AdaptLayer
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
+from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
 from sglang_adapt.front.settings import SettingsError, make_settings
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_lines
@@ -33,6 +35,21 @@ _LISTEN_TIMEOUT_S = 60.0
 
 def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     """Serve until told to stop. Exits with `EXIT_USAGE` on bad settings, `EXIT_START_FAILED` if an engine fails."""
+    code = 1
+    try:
+        _serve(argv, run_dir, start_method)
+        return
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:
+        logger.exception("the front has failed")
+    # Without waiting for the detokenizer and the router, as Python would: the first process ends them.
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     die_with_parent(signal.SIGKILL)
     context = process_context(start_method)
     # Until the HTTP server runs there is nothing to drain; the launcher's process forwards Ctrl-C as SIGTERM.
@@ -48,7 +65,9 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     prepare_process(*upstream.FRONT_PATCHES)
     try:
         settings = make_settings(argv, run_dir, start_method)
-    except (SettingsError, LayoutError) as error:
+        http = settings.server_args[settings.config.tp_sizes[0]]
+        check_address(http.host, http.port)
+    except (SettingsError, LayoutError, AddressError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
     config = settings.config
@@ -67,11 +86,12 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         logger.info("memory: not planned: %s", settings.memory)
     control = f"ipc://{Path(run_dir) / 'control'}"
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
-    launcher = RouterLauncher(context, config, settings.server_args, control)
+    launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool)
     link = RouterLink(control)
+    args = settings.server_args[config.tp_sizes[0]]
     try:
         upstream.serve(
-            settings.server_args[config.tp_sizes[0]],
+            args,
             launcher,
             AdaptLayer,
             {
@@ -81,6 +101,7 @@ def front_main(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "start_receiving": upstream.start_receiving,
             },
             lambda args: _warm_up(args, link),
+            LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes,
         )
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

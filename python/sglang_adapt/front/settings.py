@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_adapt.core.config import AdaptConfig
+from sglang_adapt.core.config import WARMUP, AdaptConfig
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError, default_overheads_file
-from sglang_adapt.front.memory import Deployment, fewer_tp_sizes, plan_for, read_all_overheads
+from sglang_adapt.front.memory import Deployment, plan_for, plans_for_fewer, read_all_overheads
+from sglang_adapt.kv.geometry import GeometryError
+from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS, KvShape, PoolSettings, pool_cost, size_pool
+from sglang_adapt.memory.allocator import refuse_expandable_segments
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_fault
 
 VIRTUAL_GPUS_DEFAULT = 2
+VIRTUAL_GPUS_MAX = 32
 _VIRTUAL_MAX_TOTAL_TOKENS = 32768
+_VIRTUAL_PAGE_TOKENS = 8
+"""Prompts of what a CPU serves are short, and whole pages of them only are reused."""
 _VIRTUAL_MAX_RUNNING_REQUESTS = 64
 
 
@@ -31,16 +39,25 @@ class Settings:
         config: sglang_adapt's own settings.
         server_args: stock ServerArgs by TP size.
         memory: what goes where in memory, or why that is not known before it is loaded.
+        pool: the KV pool of every GPU; None with one TP size, whose engines have pools of their own, as stock.
     """
 
     config: AdaptConfig
     server_args: dict[int, Any]
     memory: MemoryPlan | str
+    pool: PoolSettings | None = None
 
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     """Add the `--adapt-*` flags as a group of their own."""
-    group = parser.add_argument_group("sglang_adapt", "The parallel layout and what keeps it alive.")
+    group = parser.add_argument_group(
+        "sglang_adapt",
+        "The parallel layout and what keeps it alive. With several TP sizes, stock's --max-total-tokens and "
+        "--page-size count tokens at the smallest one: --max-total-tokens are those that the KV pool of one GPU holds "
+        "(for an engine of t times that size it holds t times as many; default: what the memory plan leaves, on "
+        f"virtual GPUs {_VIRTUAL_MAX_TOTAL_TOKENS}) and bound the length of a request; --page-size "
+        f"(default: {DEFAULT_PAGE_TOKENS}, on virtual GPUs {_VIRTUAL_PAGE_TOKENS}) are those of a page.",
+    )
     group.add_argument(
         "--adapt-tp-sizes",
         metavar="N,N,...",
@@ -64,7 +81,8 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=3,
-        help="give an engine up when it has died more often than this within --adapt-restart-window (default: 3)",
+        help="give an engine up when it has died more often than this within --adapt-restart-window, and end the "
+        "server when a keeper has (default: 3)",
     )
     group.add_argument(
         "--adapt-restart-window",
@@ -79,6 +97,14 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=60.0,
         help="how long running requests may take after SIGTERM or Ctrl-C, in seconds (default: 60)",
+    )
+    group.add_argument(
+        "--adapt-switch-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="how long a switch of layout waits for requests that have to end before it (strategy drain, and requests "
+        "that cannot be moved), in seconds (default: 60)",
     )
     group.add_argument(
         "--adapt-start-method",
@@ -112,9 +138,17 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown:
         known = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vars(ours)))
         raise SettingsError(f"{unknown[0]} is not a flag; sglang_adapt knows {known}")
-    for name in ("adapt_restart_limit", "adapt_restart_window", "adapt_drain_timeout"):
-        if getattr(ours, name) < 0:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(ours, name)} is negative")
+    for name in ("adapt_restart_limit", "adapt_restart_window", "adapt_drain_timeout", "adapt_switch_timeout"):
+        value = getattr(ours, name)
+        if value < 0:
+            raise SettingsError(f"--{name.replace('_', '-')} {value} is negative")
+        if not math.isfinite(value):
+            raise SettingsError(f"--{name.replace('_', '-')} {value} is not a number of seconds; give a finite one")
+    gpus = ours.adapt_virtual_gpus
+    if gpus is not None and not 1 <= gpus <= VIRTUAL_GPUS_MAX:
+        raise SettingsError(
+            f"--adapt-virtual-gpus {gpus}: give 1 to {VIRTUAL_GPUS_MAX}; each takes a process for every TP size"
+        )
     return ours, rest
 
 
@@ -134,6 +168,8 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
 
     ours, rest = split_argv(argv)
     virtual = not has_cuda()
+    if not virtual:
+        check_allocator(os.environ)
     if not _names_model(rest):
         from sglang_adapt.demo import demo_model_path
 
@@ -161,14 +197,24 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         if first.max_running_requests is None:
             extra += ["--max-running-requests", str(_VIRTUAL_MAX_RUNNING_REQUESTS)]
     server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
+    finest = server_args[tp_sizes[-1]]
+    pool = shape = None
+    page_size = finest.page_size
     if len(tp_sizes) > 1:
-        fault = upstream.sharing_fault(server_args[tp_sizes[-1]], tp_sizes)
+        fault = upstream.sharing_fault(finest, tp_sizes)
         if fault is not None:
             raise SettingsError(fault)
-    memory = _plan_memory(server_args, gpus, virtual, ours.adapt_overheads_file)
-    if isinstance(memory, MemoryPlan) and memory.tokens is not None and not memory.given:
-        extra += ["--max-total-tokens", str(memory.tokens)]
-        server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
+        shape = _kv_shape(finest)
+        asked = upstream.asked_page_size(rest)
+        page_size = asked or (_VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS)
+        # A pool that cannot be, of whatever size, is refused before it is planned.
+        pool = _pool(shape, tp_sizes, page_size, finest.max_total_tokens)
+    memory = _plan_memory(server_args, gpus, virtual, ours.adapt_overheads_file, shape, page_size)
+    if shape is not None:
+        if isinstance(memory, MemoryPlan):
+            pool = _pool(shape, tp_sizes, page_size, memory.tokens)
+        assert pool is not None
+        server_args = {tp: _on_pool([*rest, *extra, "--tp-size", str(tp)], pool, tp) for tp in tp_sizes}
     config = AdaptConfig(
         gpus=gpus,
         virtual=virtual,
@@ -177,6 +223,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         restart_limit=ours.adapt_restart_limit,
         restart_window_s=ours.adapt_restart_window,
         drain_timeout_s=ours.adapt_drain_timeout,
+        switch_drain_timeout_s=ours.adapt_switch_timeout,
         threads_per_rank=1,
         run_dir=run_dir,
         share_weights=len(tp_sizes) > 1,
@@ -184,11 +231,23 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         overheads_file=str(ours.adapt_overheads_file),
         start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
-    return Settings(config, server_args, memory)
+    return Settings(config, server_args, memory, pool)
 
 
-def _plan_memory(server_args: dict[int, Any], gpus: int, virtual: bool, overheads_file: Path) -> MemoryPlan | str:
+def _plan_memory(
+    server_args: dict[int, Any],
+    gpus: int,
+    virtual: bool,
+    overheads_file: Path,
+    kv_shape: KvShape | None,
+    page_size: int,
+) -> MemoryPlan | str:
     """Plan the memory of a deployment; or why it cannot be planned, where that does no harm.
+
+    Args:
+        server_args: by TP size; what they say of pages does not count.
+        kv_shape: for the KV pool of each GPU; None with one TP size, whose engines have pools of their own.
+        page_size: tokens of a page at the smallest TP size.
 
     Raises:
         SettingsError: it does not fit, or the KV pool has to be sized and the sizes are not known.
@@ -214,15 +273,69 @@ def _plan_memory(server_args: dict[int, Any], gpus: int, virtual: bool, overhead
             graph_batch={tp: decode_graph_batch(server_args[tp]) for tp in tp_sizes},
             overheads=read_all_overheads(overheads_file),
             share=args.mem_fraction_static,
-            page=args.page_size,
+            page=page_size,
+            kv_shape=kv_shape,
         )
     except (FreeMemoryError, OverheadsFileError) as error:
         raise SettingsError(str(error)) from None
     plan = plan_for(deployment, tp_sizes, args.max_total_tokens)
-    fault = plan_fault(plan, {fewer: plan_for(deployment, fewer, None) for fewer in fewer_tp_sizes(tp_sizes)})
+    fault = plan_fault(plan, plans_for_fewer(deployment, tp_sizes))
     if fault is not None:
         raise SettingsError(fault)
     return plan
+
+
+def _kv_shape(server_args: Any) -> KvShape:
+    """The shapes of the model's KV, or why it cannot be pooled."""
+    from sglang_adapt.upstream import front as upstream
+    from sglang_adapt.upstream.kv_shape import UnpoolableError
+
+    try:
+        return upstream.pool_shape(server_args)
+    except UnpoolableError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _pool(shape: KvShape, tp_sizes: tuple[int, ...], page_size: int, tokens: int | None) -> PoolSettings | None:
+    """The KV pool of `tokens` tokens; None, and only the rest is checked, where the plan has to say how many."""
+    try:
+        if tokens is None:
+            pool_cost(shape, tp_sizes, page_size, WARMUP)
+            return None
+        return size_pool(shape, tp_sizes, page_size, tokens, WARMUP)
+    except GeometryError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _on_pool(argv: list[str], pool: PoolSettings, tp: int) -> Any:
+    """Stock ServerArgs of an engine of TP size `tp` on the pool; refuses a page size that stock would change."""
+    from sglang_adapt.upstream import front as upstream
+    from sglang_adapt.upstream.kv_pool import pool_server_args
+
+    sizes = pool_server_args(pool.geometry, tp)
+    # The last of a flag's values counts.
+    args = upstream.parse_server_args(
+        [*argv, "--page-size", str(sizes["page_size"]), "--max-total-tokens", str(sizes["max_total_tokens"])]
+    )
+    if args.page_size != sizes["page_size"]:
+        raise SettingsError(
+            f"pages hold {sizes['page_size']} tokens at TP {tp}, but stock's attention backend "
+            f"{args.attention_backend} takes {args.page_size}: give a --page-size (tokens at the smallest TP size) of "
+            "which it takes every multiple, another --attention-backend, or a single --adapt-tp-sizes value"
+        )
+    return args
+
+
+def check_allocator(environment: Mapping[str, str]) -> None:
+    """Refuse settings of torch's allocator that shared GPU memory does not survive.
+
+    Raises:
+        SettingsError: names the variable and what to remove from it.
+    """
+    try:
+        refuse_expandable_segments(environment)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _names_model(argv: Sequence[str]) -> bool:
@@ -238,8 +351,6 @@ def _gpus(asked: int | None, virtual: bool, server_args: Any, devices: int) -> i
         if usable < 1:
             raise SettingsError(f"--base-gpu-id {server_args.base_gpu_id}: there are {devices} GPUs")
         return usable
-    if asked is not None and asked < 1:
-        raise SettingsError(f"--adapt-virtual-gpus {asked} is not positive")
     return VIRTUAL_GPUS_DEFAULT if asked is None else asked
 
 

@@ -13,10 +13,14 @@ class RegionSpec:
     Attributes:
         name: by which its handle is asked for, e.g. "kv".
         nbytes: its size on one GPU.
+        sized_by: the setting that decides its size, for the error when there is not enough memory.
+        on_host: in host memory, whatever the GPU is: for what processes without the GPU read and write.
     """
 
     name: str
     nbytes: int
+    sized_by: str = ""
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

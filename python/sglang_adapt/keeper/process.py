@@ -12,9 +12,9 @@ import setproctitle
 import torch
 
 from sglang_adapt.core.process import die_with_parent
-from sglang_adapt.keeper.config import KeeperConfig
+from sglang_adapt.keeper.config import KeeperConfig, RegionSpec
 from sglang_adapt.keeper.messages import Failed, KeeperMessage, Progress, Ready, encode
-from sglang_adapt.memory import Region, RegionHandle, allocate
+from sglang_adapt.memory import Region, RegionHandle, SharedMemoryError, allocate
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.weights import WeightStore
 
@@ -48,10 +48,15 @@ def keeper_main(config: KeeperConfig, pipe: Connection) -> None:
 
 
 def _allocate(config: KeeperConfig) -> dict[str, dict[int, Region]]:
-    return {
-        spec.name: {gpu: allocate(spec.nbytes, _device(config, gpu)) for gpu in config.gpu_ids}
-        for spec in config.regions
-    }
+    return {spec.name: {gpu: _region(config, spec, gpu) for gpu in config.gpu_ids} for spec in config.regions}
+
+
+def _region(config: KeeperConfig, spec: RegionSpec, gpu: int) -> Region:
+    try:
+        return allocate(spec.nbytes, "cpu" if spec.on_host else _device(config, gpu))
+    except SharedMemoryError as error:
+        way_out = f"; give a smaller {spec.sized_by}" if spec.sized_by else ""
+        raise SharedMemoryError(f"the region {spec.name!r}: {error}{way_out}") from error
 
 
 def _device(config: KeeperConfig, gpu: int) -> torch.device:

@@ -70,10 +70,15 @@ class LeasePages:
         Raises:
             LeaseError: a page that does not exist, is named twice, or is leased already; nothing has changed.
         """
+        added = self.require_addable(pages)
+        self._leased[added] = True
+        return added
+
+    def require_addable(self, pages: npt.ArrayLike) -> IntArray:
+        """Check that `add` would succeed; returns the pages. Raises LeaseError as it does."""
         added = self._check(pages)
         for page in added[self._leased[added]]:
             raise LeaseError(f"{self.engine}: page {page} is in its lease already")
-        self._leased[added] = True
         return added
 
     def remove(self, pages: npt.ArrayLike) -> IntArray:

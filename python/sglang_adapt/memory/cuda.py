@@ -13,6 +13,17 @@ from sglang_adapt.memory.driver import CudaDriverError, driver
 from sglang_adapt.memory.handles import CudaHandle
 from sglang_adapt.memory.region import MemoryGoneError, Region, SharedMemoryError
 
+PAGE_BYTES = 2 << 20
+
+
+def allocation_bytes(nbytes: int) -> int:
+    """What is allocated for a region of `nbytes`: a multiple of the GPU's large pages.
+
+    CUDA IPC maps an allocation of any other size with small pages, and matrix products then read it at two thirds
+    (H100) or half (H200) of the speed: `benchmark/bench_memory.py`.
+    """
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
 
 class _Block:
     """A range of device memory as torch imports it; freed when the last tensor over it is gone.
@@ -56,7 +67,7 @@ def allocate_cuda(nbytes: int, device: torch.device) -> Region:
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.init()
     try:
-        pointer = driver().allocate(index, nbytes)
+        pointer = driver().allocate(index, allocation_bytes(nbytes))
         ipc = driver().export(index, pointer)
     except CudaDriverError as error:
         free, total = torch.cuda.mem_get_info(index)

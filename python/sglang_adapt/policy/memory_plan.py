@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _GB = 10**9
 
@@ -58,6 +58,7 @@ class MemoryPlan:
         given: `tokens` was asked for.
         share: of what the charges leave, as much as may be KV; the rest is for what is only needed while serving.
         page: `tokens` as reckoned here is a multiple of it.
+        least: fewer tokens than these are of no use.
     """
 
     places: tuple[Place, ...]
@@ -65,16 +66,18 @@ class MemoryPlan:
     given: bool
     share: float
     page: int
+    least: int
 
     @property
     def tokens_that_fit(self) -> int:
-        """The most tokens that leave the spare share everywhere; 0 if there is no room for any."""
-        return min(place.tokens_for(self.share) for place in self.places) // self.page * self.page
+        """The most tokens that leave the spare share everywhere; 0 if there is no room for as many as are needed."""
+        tokens = min(place.tokens_for(self.share) for place in self.places) // self.page * self.page
+        return tokens if tokens >= self.least else 0
 
     @property
     def short_places(self) -> tuple[Place, ...]:
         """Those that cannot hold what is to go there."""
-        tokens = self.page if self.tokens is None else self.tokens
+        tokens = self.least if self.tokens is None else self.tokens
         return tuple(
             place for place in self.places if place.fixed_bytes + tokens * place.kv_bytes_per_token > place.free_bytes
         )
@@ -90,7 +93,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    places: Sequence[Place], tokens: int | None, share: float, page: int, leave_to_stock: bool = False
+    places: Sequence[Place], tokens: int | None, share: float, page: int, least: int, leave_to_stock: bool = False
 ) -> MemoryPlan:
     """Make the plan.
 
@@ -99,6 +102,7 @@ def plan_memory(
         tokens: KV tokens that were asked for; None to use what is left.
         share: of what the charges leave, as much as KV may take where `tokens` is None; 0 < share <= 1.
         page: tokens a page.
+        least: fewer tokens are of no use where `tokens` is None.
         leave_to_stock: with `tokens` None, stock sglang sizes the KV itself.
 
     Raises:
@@ -106,10 +110,10 @@ def plan_memory(
     """
     if not places or not 0 < share <= 1 or page < 1:
         raise ValueError(f"{len(places)} places, a share of {share} and pages of {page} tokens make no plan")
-    plan = MemoryPlan(tuple(places), tokens, tokens is not None, share, page)
+    plan = MemoryPlan(tuple(places), tokens, tokens is not None, share, page, least)
     if tokens is not None or leave_to_stock:
         return plan
-    return MemoryPlan(plan.places, plan.tokens_that_fit, False, share, page)
+    return replace(plan, tokens=plan.tokens_that_fit)
 
 
 def plan_lines(plan: MemoryPlan) -> list[str]:

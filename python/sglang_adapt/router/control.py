@@ -12,12 +12,14 @@ class ControlFanOut:
     """Collects the engines' answers to control requests.
 
     The tokenizer manager keeps one request of a kind open at a time (sglang/srt/managers/communicator.py), so an
-    answer belongs to the open request of its kind. An engine that dies is not waited for. A request for which no
-    engine is left to answer is kept and asked again of the next engine that comes up.
+    answer belongs to the open request of its kind. An engine that dies is not waited for. A request that came when no
+    engine was up is kept and asked of the next one that comes up; one on which every engine has died ends with a
+    failure, because it may be what they died of.
 
     Args:
         reply_tags: request tag to answer tag, for the kinds that are answered.
         merge: answers by engine to one answer.
+        failure: the answer, by answer tag and reason, to a request that cannot be answered.
         answer: sends one answer to the tokenizer manager.
     """
 
@@ -25,11 +27,14 @@ class ControlFanOut:
         self,
         reply_tags: dict[bytes, bytes],
         merge: Callable[[dict[str, bytes]], bytes],
+        failure: Callable[[bytes, str], bytes],
         answer: Callable[[bytes], None],
     ) -> None:
         self._reply_tags = reply_tags
         self._merge = merge
+        self._failure = failure
         self._answer = answer
+        self._lost: dict[bytes, list[str]] = {}
         self._order: dict[bytes, list[str]] = {}
         self._waiting: dict[bytes, set[str]] = {}
         self._replies: dict[bytes, dict[str, bytes]] = {}
@@ -43,6 +48,7 @@ class ControlFanOut:
         self._order[reply] = list(engines)
         self._waiting[reply] = set(self._order[reply])
         self._replies[reply] = {}
+        self._lost[reply] = []
         self._asked[reply] = request
 
     def reply(self, engine: str, tag: bytes, data: bytes) -> None:
@@ -55,15 +61,16 @@ class ControlFanOut:
         self._replies[tag][engine] = data
         self._finish(tag)
 
-    def engine_lost(self, engine: str) -> None:
+    def engine_lost(self, engine: str, why: str) -> None:
         """An engine died: answer what only it still owed."""
         for tag, waiting in list(self._waiting.items()):
             if engine in waiting:
                 waiting.remove(engine)
+                self._lost[tag].append(why)
                 self._finish(tag)
 
     def engine_up(self, engine: str) -> list[bytes]:
-        """The requests that no engine was there to answer; they are now this engine's to answer."""
+        """The requests that came when no engine was up; they are now this engine's to answer."""
         orphans = [tag for tag, waiting in self._waiting.items() if not waiting and not self._replies[tag]]
         for tag in orphans:
             self._waiting[tag].add(engine)
@@ -72,8 +79,15 @@ class ControlFanOut:
 
     def _finish(self, tag: bytes) -> None:
         replies = self._replies[tag]
-        if self._waiting[tag] or not replies:
+        if self._waiting[tag]:
+            return
+        if not replies:
+            self._answer(self._failure(tag, " | ".join(self._lost[tag])))
+            self._forget(tag)
             return
         in_order = {engine: replies[engine] for engine in self._order[tag] if engine in replies}
-        del self._order[tag], self._waiting[tag], self._replies[tag], self._asked[tag]
+        self._forget(tag)
         self._answer(self._merge(in_order))
+
+    def _forget(self, tag: bytes) -> None:
+        del self._order[tag], self._waiting[tag], self._replies[tag], self._asked[tag], self._lost[tag]

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext, SpawnContext
 
 from sglang_adapt.keeper import KeeperConfig, KeeperError, KeeperHandle, Progress, start_keeper
+from sglang_adapt.memory import RegionHandle
+from sglang_adapt.router.restarts import RestartLimit, Restarts
 from sglang_adapt.weights import WeightsHandle
 
 logger = logging.getLogger(__name__)
@@ -23,9 +25,10 @@ class Keepers:
         loop: the router's event loop; all callbacks run on it.
         context: in which the keepers' processes are started.
         configs: what each keeper is to own.
+        limit: of restarts of one keeper.
         on_ready: called each time when all keepers are ready.
         on_lost: called with the GPUs whose keeper has ended and why; it is being started anew.
-        on_failed: called with the reason when a keeper cannot start.
+        on_failed: called with the reason when a keeper cannot start, or has died too often.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Keepers:
         loop: asyncio.AbstractEventLoop,
         context: ForkServerContext | SpawnContext,
         configs: Sequence[KeeperConfig],
+        limit: RestartLimit,
         on_ready: Callable[[], None],
         on_lost: Callable[[tuple[int, ...], str], None],
         on_failed: Callable[[str], None],
@@ -44,6 +48,7 @@ class Keepers:
         self._on_lost = on_lost
         self._on_failed = on_failed
         self._keepers: dict[str, KeeperHandle] = {}
+        self._restarts = {config.name: Restarts(limit) for config in self._configs}
         self._started_at: dict[str, float] = {}
         self._logged: dict[str, float] = {}
         self._stopping = False
@@ -55,8 +60,11 @@ class Keepers:
 
     @property
     def ready(self) -> bool:
-        """Every keeper has loaded (true for a deployment without keepers)."""
-        return all(config.name in self._keepers and self._keepers[config.name].is_ready for config in self._configs)
+        """Every keeper has loaded and lives (true for a deployment without keepers)."""
+        return all(
+            keeper is not None and keeper.is_ready and keeper.process.is_alive()
+            for keeper in (self._keepers.get(config.name) for config in self._configs)
+        )
 
     @property
     def pids(self) -> dict[str, int]:
@@ -73,6 +81,17 @@ class Keepers:
             if gpu in keeper.config.gpu_ids:
                 return keeper.weights
         return None
+
+    def region(self, name: str, gpu: int) -> RegionHandle:
+        """The handle of a region on a GPU.
+
+        Raises:
+            KeeperError: the GPU's keeper is not ready, or there is none, or it has no such region.
+        """
+        for keeper in self._keepers.values():
+            if gpu in keeper.config.gpu_ids:
+                return keeper.region(name, gpu)
+        raise KeeperError(f"GPU {gpu} has no keeper, so it has no region {name!r}")
 
     def stop(self) -> None:
         """End all keepers; the engines must have ended."""
@@ -120,6 +139,14 @@ class Keepers:
         keeper.process.join(0)
         why = f"{keeper.config.name} (pid {keeper.process.pid}) has ended with code {keeper.process.exitcode}"
         keeper.connection.close()
+        restarts = self._restarts[keeper.config.name]
+        if not restarts.again(time.monotonic()):
+            limit = restarts.limit
+            self._on_failed(
+                f"{why}, more often than {limit.restarts} times within {limit.window_s:g} s (--adapt-restart-limit, "
+                "--adapt-restart-window)"
+            )
+            return
         self._start(keeper.config)
         self._on_lost(keeper.config.gpu_ids, why)
 

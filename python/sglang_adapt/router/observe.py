@@ -27,7 +27,7 @@ class EngineFacts:
     Attributes:
         shape, graph_batch: as in `core.overheads.OverheadKey`.
         weights_bytes: of weights that a rank loads for itself; 0 where they are shared.
-        kv_bytes_per_token: of a rank's own KV pool.
+        kv_bytes_per_token: of a rank's own KV pool; 0 where its KV lies in the pool of its GPU, which a keeper holds.
     """
 
     shape: str
@@ -127,7 +127,7 @@ def make_observer(config: AdaptConfig, server_args: Mapping[int, Any]) -> StartO
             shape=sizes.shape,
             graph_batch=decode_graph_batch(server_args[tp]),
             weights_bytes=0 if config.share_weights else sizes.rank_bytes[tp],
-            kv_bytes_per_token=sizes.kv_bytes_per_token[tp],
+            kv_bytes_per_token=0 if config.share_weights else sizes.kv_bytes_per_token[tp],
         )
         for tp in config.tp_sizes
     }

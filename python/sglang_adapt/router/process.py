@@ -19,18 +19,28 @@ import uvloop
 import zmq
 
 from sglang_adapt.core import messages
-from sglang_adapt.core.config import AdaptConfig
-from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS, AdaptConfig
+from sglang_adapt.core.layout import EngineSpec, LayoutError, parse_layout
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.engine.process import rank_main
-from sglang_adapt.keeper import KeeperConfig
+from sglang_adapt.keeper import KeeperConfig, KeeperError, RegionSpec
+from sglang_adapt.kv.ledger_format import LedgerError, ledger_bytes
+from sglang_adapt.kv.sizing import PoolSettings
+from sglang_adapt.memory import RegionHandle, SharedMemoryError
+from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.observe import make_observer, start_waves
+from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.restarts import RestartLimit
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
-from sglang_adapt.router.supervisor import RankStart, RestartLimit, Supervisor
+from sglang_adapt.router.supervisor import RankStart, Supervisor
+from sglang_adapt.router.switch import SwitchRefusedError
 from sglang_adapt.upstream import wire
+from sglang_adapt.upstream.kv_pool import RankPool
 from sglang_adapt.upstream.rank import RankArgs, configure_logging, prepare_process
 from sglang_adapt.upstream.shared_files import LoadSlots
 
@@ -39,8 +49,8 @@ logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0
 """How often the router tells the front that it lives."""
 _STOP_TIMEOUT_S = 15.0
-_WARMUP_PROMPT = [0, 1, 2, 3]
-_WARMUP_TOKENS = 2
+_KV_REGION = "kv"
+_LEDGER_REGION = "ledger"
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class RouterArgs:
         port_args: stock PortArgs of the front: where requests come from and answers go to.
         control_endpoint: where the front listens for `core.messages`.
         environment: the front's environment.
+        pool: the KV pool of every GPU; None for a deployment of one TP size, whose engines have their own.
     """
 
     config: AdaptConfig
@@ -60,6 +71,7 @@ class RouterArgs:
     port_args: Any
     control_endpoint: str
     environment: dict[str, str]
+    pool: PoolSettings | None = None
 
 
 def router_main(args: RouterArgs, report: Connection) -> None:
@@ -94,6 +106,9 @@ class _Process:
         self._starts: dict[EngineSpec, int] = {}
         self._infos: dict[EngineSpec, dict[str, Any]] = {}
         self._draining: asyncio.Task[None] | None = None
+        self.pools: Pools | None = None
+        self.modes: Modes | None = None
+        self._asked: set[asyncio.Task[None]] = set()
         self._engines_started = False
         self._waves = start_waves(args.config.candidates, args.config.start_in_turn)
         self._observer = make_observer(args.config, args.server_args)
@@ -110,7 +125,8 @@ class _Process:
             if skip_detokenizer
             else make_socket(self._context, zmq.PUSH, ports.detokenizer_ipc_name, bind=False)
         )
-        self._control = make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False)
+        control = make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False)
+        self._control = Inbox(self._loop, control, self._on_control)
         self._router = Router(
             self._config.layout,
             Outlets(
@@ -119,13 +135,17 @@ class _Process:
                 ready=self._ready,
                 changed=self._changed,
                 lost=self._not_taking,
+                replied=lambda engine, data: self.calls.on_reply(engine.name, data),
             ),
         )
+        self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
         context = process_context(self._config.start_method)
+        limit = RestartLimit(self._config.restart_limit, self._config.restart_window_s)
         self._keepers = Keepers(
             self._loop,
             context,
             self._keeper_configs(),
+            limit,
             on_ready=self._on_keepers_ready,
             on_lost=self._on_keeper_lost,
             on_failed=self._on_keeper_failed,
@@ -134,21 +154,27 @@ class _Process:
             self._loop,
             context,
             self._make_ranks,
-            RestartLimit(self._config.restart_limit, self._config.restart_window_s),
+            limit,
             self._on_loaded,
             self._on_lost,
+            self._on_gone,
         )
+        pool = self._args.pool
+        if pool is not None:
+            active = self._config.layout.engines
+            self.pools = Pools(pool, self._config.candidates, active, self.calls.call, self._supervisor.kill)
         self._specs = {spec.name: spec for spec in self._config.candidates}
+        if self.pools is not None:
+            self.modes = Modes(
+                self._router, self.pools, self._specs, self._kv_regions, self._config.switch_drain_timeout_s
+            )
         for spec in self._config.candidates:
             self._router.add_engine(Engine(spec.name, send=self._sender(spec)))
         self._keepers.start()
         if not self._config.share_weights:
             self._start_engines()
         front = make_socket(self._context, zmq.PULL, ports.scheduler_input_ipc_name, bind=False)
-        inboxes = [
-            Inbox(self._loop, front, self._router.on_front_message),
-            Inbox(self._loop, self._control, self._on_control),
-        ]
+        inboxes = [Inbox(self._loop, front, self._router.on_front_message), self._control]
         ticker = self._loop.create_task(self._tick())
         try:
             await self._stopped
@@ -183,10 +209,29 @@ class _Process:
         groups = [tuple(range(config.gpus))] if config.virtual else [(gpu,) for gpu in range(config.gpus)]
         return [
             KeeperConfig(
-                args, finest, tuple(self._device(args, gpu) for gpu in group), environment=self._args.environment
+                args,
+                finest,
+                tuple(self._device(args, gpu) for gpu in group),
+                self._regions(),
+                environment=self._args.environment,
             )
             for group in groups
         ]
+
+    def _regions(self) -> tuple[RegionSpec, ...]:
+        """What every keeper owns beside the weights."""
+        if self._args.pool is None:
+            return ()
+        geometry = self._args.pool.geometry
+        return (
+            RegionSpec(_KV_REGION, geometry.region_bytes, sized_by="--max-total-tokens"),
+            RegionSpec(_LEDGER_REGION, ledger_bytes(geometry), on_host=True),
+        )
+
+    def _kv_regions(self) -> dict[int, RegionHandle]:
+        """The KV region of each of the deployment's GPUs. Raises KeeperError if a keeper is not ready."""
+        args = self._args.server_args[self._config.tp_sizes[-1]]
+        return {gpu: self._keepers.region(_KV_REGION, self._device(args, gpu)) for gpu in range(self._config.gpus)}
 
     @staticmethod
     def _device(server_args: Any, gpu: int) -> int:
@@ -195,6 +240,14 @@ class _Process:
         return index
 
     def _on_keepers_ready(self) -> None:
+        if self.pools is not None:
+            args = self._args.server_args[self._config.tp_sizes[-1]]
+            gpus = range(self._config.gpus)
+            try:
+                self.pools.open({gpu: self._keepers.region(_LEDGER_REGION, self._device(args, gpu)) for gpu in gpus})
+            except (KeeperError, SharedMemoryError, LedgerError) as error:
+                self._on_keeper_failed(f"the ledgers of the KV pools cannot be used: {error}")
+                return
         if self._engines_started:
             self._supervisor.resume()
         else:
@@ -213,7 +266,7 @@ class _Process:
     def _on_keeper_failed(self, why: str) -> None:
         if self._report is not None:
             self._finish_report({"status": "failed", "error": why})
-        logger.critical("%s; without the weights nothing can be served", why)
+        logger.critical("%s; without its memory nothing can be served", why)
         self._supervisor.abandon()
         self._failed = True
         if not self._stopped.done():
@@ -238,6 +291,7 @@ class _Process:
         output = make_socket(self._context, zmq.PULL, f"{base}.out", bind=True)
         self._outputs[spec] = Inbox(self._loop, output, lambda data: self._router.on_engine_message(engine, data))
         server_args = self._args.server_args[spec.tp]
+        leases = None if self.pools is None else self.pools.first_lease(spec)
         ports = dataclasses.replace(
             self._args.port_args,
             scheduler_input_ipc_name=f"{base}.in",
@@ -260,11 +314,19 @@ class _Process:
                         threads=self._config.threads_per_rank if self._config.virtual else None,
                         loads=LoadSlots(self._config.run_dir, len(self._specs), list(self._specs).index(spec.name)),
                         environment=self._args.environment,
+                        pool=None if leases is None else self._rank_pool(spec, rank, leases[rank]),
                     ),
                 ),
             )
             for rank, gpu in enumerate(spec.gpus)
         ]
+
+    def _rank_pool(self, spec: EngineSpec, rank: int, pages: list[int]) -> RankPool:
+        pool = self._args.pool
+        assert pool is not None
+        device = self._device(self._args.server_args[spec.tp], spec.gpus[rank])
+        region = self._keepers.region(_KV_REGION, device)
+        return RankPool(pool.geometry, region, tuple(pages), pool.request_tokens, tuple(spec.gpus))
 
     # What the supervisor tells.
 
@@ -280,7 +342,7 @@ class _Process:
             return
         rid = f"{wire.WARMUP_RID_PREFIX}_{spec.name}_{start}"
         try:
-            self._inputs[spec].send(wire.encode_warmup(rid, _WARMUP_PROMPT, _WARMUP_TOKENS), zmq.NOBLOCK)
+            self._inputs[spec].send(wire.encode_warmup(rid, list(WARMUP_PROMPT), WARMUP_TOKENS), zmq.NOBLOCK)
         except zmq.Again:
             # Loaded, but its socket's handshake is not through yet.
             self._loop.call_later(0.01, self._warm_up, spec, start)
@@ -290,6 +352,10 @@ class _Process:
         if self._observer is not None:
             self._observer.lost(spec)
         text = f"engine {spec.name} is down: {why}"
+        self.calls.engine_lost(spec.name, why)
+        if not self._keepers.ready:
+            # A keeper that has just ended takes its engines with it, and may be noticed after them.
+            self._supervisor.hold()
         if self._report is not None:
             self._supervisor.abandon()
             self._finish_report({"status": "failed", "error": text})
@@ -303,6 +369,12 @@ class _Process:
             logger.critical("%s; it died too often, so it is given up", text)
         engine.pids = []
         self._router.engine_lost(engine, EngineState.DEAD if again else EngineState.FAILED, text)
+        if self.modes is not None:
+            self.modes.engine_lost(spec, text)
+
+    def _on_gone(self, spec: EngineSpec) -> None:
+        if self.pools is not None:
+            self.pools.engine_gone(spec)
 
     # What the router tells.
 
@@ -316,6 +388,8 @@ class _Process:
             self._observer.warm(spec, self._infos[spec]["max_total_num_tokens"])
         if self._waves and ready == len(engines) - sum(map(len, self._waves)):
             self._start_engines()
+        if self.modes is not None:
+            self.modes.engine_ready(self._specs[engine.name])
 
     def _changed(self) -> None:
         engines = self._router.engines.values()
@@ -346,12 +420,48 @@ class _Process:
         request = messages.decode_front_to_router(data)
         if isinstance(request, messages.StatusRequest):
             self._send_status()
+        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest)):
+            task = self._loop.create_task(self._answer_layout(request))
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
         elif self._draining is None:
             self._draining = self._loop.create_task(self._drain(request.timeout_s))
 
-    def _send_status(self) -> None:
+    async def _answer_layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> None:
+        status, body = await self._layout(request)
+        self._control.send(messages.encode(messages.LayoutAnswer(request.id, status, body)))
+
+    async def _layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of what is asked about the layout."""
+        if self.modes is None:
+            return 409, {
+                "code": "one_tp_size",
+                "message": "this server has engines of one TP size, whose layout is fixed; start it with several "
+                "--adapt-tp-sizes",
+            }
+        if isinstance(request, messages.LayoutRequest):
+            return 200, await self.modes.readback()
         try:
-            self._control.send(messages.encode(self._router.status()), zmq.NOBLOCK)
+            layout = parse_layout(request.layout, self._config.tp_sizes, self._config.gpus)
+            strategy = Strategy(request.strategy)
+        except (LayoutError, ValueError) as error:
+            return 400, {"code": "bad_layout", "message": str(error)}
+        if not self._router.accepting:
+            return 503, {"code": "draining", "message": "the server is shutting down"}
+        try:
+            switch = await self.modes.switch(layout, strategy, request.reason)
+        except SwitchRefusedError as error:
+            return 409, {"code": "switch_refused", "message": str(error)}
+        except Exception as error:  # noqa: BLE001 -- logged where it happened, and told
+            return 500, {"code": "switch_failed", "message": f"{type(error).__name__}: {error}"}
+        return 200, {"active": str(self._router.layout), **switch.report()}
+
+    def _send_status(self) -> None:
+        if self.pools is not None:
+            for spec in self._config.candidates:
+                self._router.engines[spec.name].blocks = self.pools.counts(spec)
+        try:
+            self._control.send(messages.encode(self._router.status()))
         except zmq.Again:
             logger.debug("the front does not listen yet")
 

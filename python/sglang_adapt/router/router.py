@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import zmq
@@ -28,6 +29,7 @@ class Outlets:
         ready: called with an engine that has answered its warm-up request.
         changed: called when the status has changed.
         lost: called with an engine that does not take messages any more.
+        replied: called with an engine's reply to a call of the router's own (`calls.py`).
     """
 
     tokenizer: Callable[[bytes], None]
@@ -35,13 +37,15 @@ class Outlets:
     ready: Callable[[Engine], None]
     changed: Callable[[], None]
     lost: Callable[[Engine], None]
+    replied: Callable[[Engine, bytes], None]
 
 
 class Router:
     """Engines, the requests on them, and the handlers of the messages from both sides.
 
     Invariant: a request id is in `in_flight` of exactly the engine that `_where` names, from the moment its
-    message is sent to that engine until its last output, its abort or its error passes here.
+    message is sent to that engine until its last output, its abort or its error passes here. Requests on the move are
+    those of `moving`, an engine in name only.
     """
 
     def __init__(self, layout: Layout, outlets: Outlets) -> None:
@@ -51,8 +55,19 @@ class Router:
         self._active = {engine.name for engine in layout.engines}
         self._dispatch: LeastLoaded[str] = LeastLoaded()
         self._where: dict[str, Engine] = {}
+        self.moving = Engine("moving", send=self._hold_abort, state=EngineState.READY)
+        self._held_aborts: list[str] = []
+        self._kept: dict[str, Engine] = {}
+        self._paused = False
+        self._queue: dict[str, tuple[int, bytes]] = {}
+        self._waiters: list[tuple[set[str], asyncio.Future[None]]] = []
         self._out = outlets
-        self._control = ControlFanOut(wire.reply_tags(), wire.merge_replies, outlets.tokenizer)
+        self._control = ControlFanOut(
+            wire.reply_tags(),
+            wire.merge_replies,
+            lambda tag, why: wire.encode_control_failure(tag, why, 503),
+            outlets.tokenizer,
+        )
         self._from_front: dict[bytes, Callable[[bytes], None]] = {
             wire.GENERATE: self._on_request,
             wire.EMBED: self._on_request,
@@ -64,7 +79,7 @@ class Router:
     @property
     def in_flight(self) -> int:
         """Requests accepted and not ended."""
-        return len(self._where)
+        return len(self._where) + len(self._queue)
 
     def status(self) -> RouterStatus:
         return RouterStatus(
@@ -77,6 +92,8 @@ class Router:
                     in_flight=len(engine.in_flight),
                     restarts=engine.restarts,
                     pids=engine.pids,
+                    leased_blocks=None if engine.blocks is None else engine.blocks[0],
+                    free_blocks=None if engine.blocks is None else engine.blocks[1],
                 )
                 for engine in self.engines.values()
             ],
@@ -103,23 +120,126 @@ class Router:
         engine.state = state
         if engine.name in self._dispatch:
             self._dispatch.remove(engine.name)
-        self._control.engine_lost(engine.name)
+        self._control.engine_lost(engine.name, why)
         lost, engine.in_flight = engine.in_flight, {}
         for rid in lost:
             del self._where[rid]
             self._out.tokenizer(wire.encode_unavailable(rid, why))
         if lost:
             logger.error("%s: %d unfinished requests ended with 503: %s", engine.name, len(lost), why)
+        self._tell_waiters(lost)
         self._out.changed()
 
     def fail_all(self, why: str) -> None:
         """End every unfinished request with a 503 that says why, and stop the engines' work on them."""
-        for engine in self.engines.values():
-            lost, engine.in_flight = engine.in_flight, {}
-            for rid in lost:
-                del self._where[rid]
-                self._out.tokenizer(wire.encode_unavailable(rid, why))
+        for engine in self._holders():
+            for rid in self.fail(engine, list(engine.in_flight), why):
                 self._send(engine, wire.encode_abort(rid))
+        for rid in self._queue:
+            self._out.tokenizer(wire.encode_unavailable(rid, why))
+        self._queue.clear()
+
+    def fail(self, engine: Engine, rids: Iterable[str], why: str) -> list[str]:
+        """End requests of an engine with a 503 that says why; returns those that were there."""
+        there = [rid for rid in rids if rid in engine.in_flight]
+        for rid in there:
+            self._end(engine, rid)
+            self._out.tokenizer(wire.encode_unavailable(rid, why))
+        return there
+
+    # The layout changes.
+
+    def pause(self, engines: Iterable[str]) -> None:
+        """Send engines no more requests until `activate`. Those that arrive go to the others, or wait here."""
+        self._paused = True
+        for name in engines:
+            if name in self._dispatch:
+                self._dispatch.remove(name)
+
+    def activate(self, layout: Layout) -> None:
+        """Dispatch to the engines of a layout from now on: first the aborts and the requests that have waited."""
+        self.layout = layout
+        self._active = {engine.name for engine in layout.engines}
+        self._paused = False
+        for name, engine in self.engines.items():
+            if name not in self._active:
+                if name in self._dispatch:
+                    self._dispatch.remove(name)
+            elif engine.state is EngineState.READY and name not in self._dispatch:
+                self._dispatch.add(name, len(engine.in_flight), sum(engine.in_flight.values()))
+        aborts, self._held_aborts = self._held_aborts, []
+        for rid in aborts:
+            self._on_abort(wire.encode_abort(rid))
+        queue, self._queue = self._queue, {}
+        for rid, (tokens, data) in queue.items():
+            self._place(rid, tokens, data)
+        self._out.changed()
+
+    def detach(self, engine: Engine, rids: Iterable[str]) -> None:
+        """Requests have left an engine and are on the move. Aborts of them wait for `activate`."""
+        self._hand_over(engine, self.moving, rids)
+
+    def attach(self, engine: Engine, rids: Iterable[str]) -> None:
+        """Requests on the move have arrived at an engine, which is out of dispatch or gets them as further load."""
+        self._hand_over(self.moving, engine, rids)
+
+    def keep(self, engine: Engine, rids: Iterable[str]) -> None:
+        """Requests on the move stay paused at an engine, until `unkeep`. An abort ends them at once."""
+        name = engine.name
+        if name not in self._kept:
+            self._kept[name] = Engine(f"kept at {name}", send=lambda data: self._abort_kept(name, data))
+            self._kept[name].state = EngineState.READY
+        self._hand_over(self.moving, self._kept[name], rids)
+
+    def unkeep(self, engine: Engine) -> list[str]:
+        """Requests kept at an engine are on the move again; returns the ids of those whose clients still wait."""
+        holder = self._kept.pop(engine.name, None)
+        rids = [] if holder is None else list(holder.in_flight)
+        if holder is not None:
+            self._hand_over(holder, self.moving, rids)
+        return rids
+
+    async def ended(self, rids: Iterable[str]) -> None:
+        """Wait until none of these requests is unfinished."""
+        waiting = {rid for rid in rids if rid in self._where}
+        if not waiting:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((waiting, future))
+        try:
+            await future
+        finally:
+            self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
+
+    def _hand_over(self, giver: Engine, taker: Engine, rids: Iterable[str]) -> None:
+        for rid in rids:
+            tokens = giver.in_flight.pop(rid, None)
+            if tokens is None:
+                continue
+            self._dispatch.release(giver.name, tokens)
+            taker.in_flight[rid] = tokens
+            self._where[rid] = taker
+            if taker.name in self._dispatch:
+                self._dispatch.assign(taker.name, tokens)
+
+    def _hold_abort(self, data: bytes) -> None:
+        self._held_aborts += _meant(self.moving, data)
+
+    def _abort_kept(self, name: str, data: bytes) -> None:
+        holder = self._kept[name]
+        for rid in _meant(holder, data):
+            self._end(holder, rid)
+            self._out.tokenizer(wire.encode_abort(rid))
+
+    def _holders(self) -> list[Engine]:
+        """All that can have requests."""
+        return [*self.engines.values(), self.moving, *self._kept.values()]
+
+    def _tell_waiters(self, ended: Iterable[str]) -> None:
+        for rids, future in self._waiters:
+            rids.difference_update(ended)
+            if not rids and not future.done():
+                future.set_result(None)
 
     # Messages from the front.
 
@@ -141,8 +261,15 @@ class Router:
         if not self.accepting:
             self._out.tokenizer(wire.encode_unavailable(rid, "the server is shutting down"))
             return
+        self._place(rid, tokens, data)
+
+    def _place(self, rid: str, tokens: int, data: bytes) -> None:
+        """Send a request to the engine with the least load; while a switch has paused all, it waits."""
         while True:
             name = self._dispatch.least()
+            if name is None and self._paused:
+                self._queue[rid] = (tokens, data)
+                return
             if name is None:
                 why = f"no engine of layout {self.layout} is up; one is being restarted, so try again shortly"
                 self._out.tokenizer(wire.encode_unavailable(rid, why))
@@ -164,8 +291,11 @@ class Router:
     def _on_abort(self, data: bytes) -> None:
         rid, abort_all = wire.abort_head(data)
         engine = None if abort_all else self._where.get(rid)
+        for waiting in [one for one in self._queue if abort_all or one.startswith(rid)]:
+            del self._queue[waiting]
+            self._out.tokenizer(wire.encode_abort(waiting))
         # Stock aborts by prefix, so an id that is not known here may name several requests anywhere.
-        targets = [engine] if engine is not None else [e for e in self.engines.values() if e.in_flight]
+        targets = [engine] if engine is not None else [holder for holder in self._holders() if holder.in_flight]
         for target in targets:
             self._send(target, data)
 
@@ -185,10 +315,16 @@ class Router:
         if tag in (wire.TOKEN_OUTPUT, wire.EMBED_OUTPUT):
             self._on_outputs(engine, data)
         elif tag == wire.ABORT:
-            self._end(engine, wire.abort_head(data)[0])
+            rid = wire.abort_head(data)[0]
+            if rid.startswith(wire.CONTROL_FAILED_PREFIX):
+                self._control.reply(engine.name, rid.removeprefix(wire.CONTROL_FAILED_PREFIX).encode(), data)
+                return
+            self._end(engine, rid)
             self._out.tokenizer(data)
         elif tag == wire.HEALTH_OUTPUT:
             self._out.tokenizer(data)
+        elif tag == wire.RPC_OUTPUT:
+            self._out.replied(engine, data)
         else:
             self._control.reply(engine.name, tag, data)
 
@@ -207,3 +343,11 @@ class Router:
         if tokens is not None:
             del self._where[rid]
             self._dispatch.release(engine.name, tokens)
+            if self._waiters:
+                self._tell_waiters([rid])
+
+
+def _meant(holder: Engine, data: bytes) -> list[str]:
+    """The requests of a holder that an abort means; stock aborts by prefix."""
+    prefix, abort_all = wire.abort_head(data)
+    return [rid for rid in holder.in_flight if abort_all or rid.startswith(prefix)]

@@ -17,6 +17,9 @@ class Inbox:
     zmq signals its file descriptor on the edge only, so each wake-up reads until the socket is empty; after
     `burst` messages it gives the loop a turn, so that one busy socket cannot starve the others.
 
+    A socket that is also sent on must be sent on through `send`: sending takes in zmq's note that a message has
+    come, so that the file descriptor never signals again.
+
     A handler that raises costs its message only: it is logged with its traceback.
     """
 
@@ -46,6 +49,17 @@ class Inbox:
             except Exception:
                 logger.exception("a message of %d bytes could not be handled", len(message))
         self._loop.call_soon(self._drain)
+
+    def send(self, message: bytes) -> None:
+        """Send without waiting, and look for what has come in meanwhile.
+
+        Raises:
+            zmq.Again: nobody is connected.
+        """
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
+        finally:
+            self._loop.call_soon(self._drain)
 
     def close(self) -> None:
         """Stop reading and close the socket."""

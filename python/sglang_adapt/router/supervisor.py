@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.router.restarts import RestartLimit, Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,6 @@ class RankStart:
     args: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class RestartLimit:
-    """Give an engine up after `restarts` restarts within `window_s` seconds."""
-
-    restarts: int
-    window_s: float
-
-
 @dataclass(eq=False)
 class EngineRun:
     """One start of one engine: its rank processes and their start-up reports."""
@@ -47,6 +39,7 @@ class EngineRun:
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     exited: set[int] = field(default_factory=set)
     ended: bool = False
+    again: bool = False
 
     @property
     def pids(self) -> list[int]:
@@ -63,6 +56,8 @@ class Supervisor:
         on_loaded: all ranks of a start have reported; gets their reports by rank.
         on_lost: a rank ended without being told to; the others of its engine are being killed. Gets the
             reason and whether the engine will be started again.
+        on_gone: all ranks of a lost engine have ended, so nothing of it touches memory any more; called before it
+            is started again.
     """
 
     def __init__(
@@ -73,6 +68,7 @@ class Supervisor:
         limit: RestartLimit,
         on_loaded: Callable[[EngineSpec, dict[int, dict[str, Any]]], None],
         on_lost: Callable[[EngineSpec, str, bool], None],
+        on_gone: Callable[[EngineSpec], None] = lambda spec: None,
     ) -> None:
         self._loop = loop
         self._context = context
@@ -80,8 +76,9 @@ class Supervisor:
         self._limit = limit
         self._on_loaded = on_loaded
         self._on_lost = on_lost
+        self._on_gone = on_gone
         self._runs: dict[EngineSpec, EngineRun] = {}
-        self._restarts: dict[EngineSpec, deque[float]] = {}
+        self._restarts: dict[EngineSpec, Restarts] = {}
         self._stopping = False
         self._held = False
         self._waiting: list[EngineSpec] = []
@@ -178,17 +175,11 @@ class Supervisor:
         if run.ended:
             return
         run.ended = True
-        times = self._restarts.setdefault(run.spec, deque())
-        now = time.monotonic()
-        while times and now - times[0] > self._limit.window_s:
-            times.popleft()
-        again = len(times) < self._limit.restarts
-        if again:
-            times.append(now)
+        run.again = self._restarts.setdefault(run.spec, Restarts(self._limit)).again(time.monotonic())
         for process in run.processes:
             if process.is_alive():
                 process.kill()
-        self._on_lost(run.spec, why, again)
+        self._on_lost(run.spec, why, run.again)
 
     def _after_end(self, run: EngineRun) -> None:
         """All ranks of a lost engine are gone, so its GPUs are free: start it again if it was not given up."""
@@ -196,10 +187,10 @@ class Supervisor:
             if not connection.closed:
                 self._loop.remove_reader(connection.fileno())
                 connection.close()
-        times = self._restarts.get(run.spec)
         if self._stopping or self._runs[run.spec] is not run:
             return
-        if not times or times[-1] < run.started_at:
+        self._on_gone(run.spec)
+        if not run.again:
             return
         if self._held:
             self._waiting.append(run.spec)

@@ -9,15 +9,22 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.kv.sizing import KvShape
+from sglang_adapt.upstream.containment import FRONT_CONTAINMENT
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
+from sglang_adapt.upstream.request_checks import REQUEST_CHECKS
 from sglang_adapt.upstream.shared_files import ReadLoadsOfAllSlots
 
 logger = logging.getLogger(__name__)
+
+
+AdminHandler = Callable[[bytes, "str | None"], Awaitable[tuple[int, bytes]]]
+"""`handler(body, client)`: the request's body and the client's address; gives HTTP status and JSON body."""
 
 
 class Launcher(Protocol):
@@ -77,32 +84,12 @@ class ForkInsteadOfSpawn(Patch):
             multiprocessing.set_start_method("forkserver", force=True)
 
 
-class RefuseTokensOutsideVocabulary(Patch):
-    """Refuses token ids that the model does not have, with a 400 that names the first one.
-
-    Stock passes them to the embedding, where one request's bad id ends the whole engine.
-    """
-
-    target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
-    kind = "before"
-
-    @staticmethod
-    def hook(self: Any, obj: Any, input_ids: Any) -> None:
-        vocab = self.model_config.vocab_size
-        if obj.input_ids is None or not input_ids or (min(input_ids) >= 0 and max(input_ids) < vocab):
-            return
-        position, token = next((i, token) for i, token in enumerate(input_ids) if not 0 <= token < vocab)
-        raise ValueError(
-            f"The token id {token} at position {position} of the input is not in the model's vocabulary "
-            f"(0 to {vocab - 1})."
-        )
-
-
 FRONT_PATCHES: tuple[type[Patch], ...] = (
     RouterInsteadOfSchedulers,
     ForkInsteadOfSpawn,
     ReadLoadsOfAllSlots,
-    RefuseTokensOutsideVocabulary,
+    *REQUEST_CHECKS,
+    *FRONT_CONTAINMENT,
 )
 
 
@@ -143,6 +130,32 @@ def sharing_fault(server_args: Any, tp_sizes: tuple[int, ...]) -> str | None:
     return None
 
 
+def pool_shape(server_args: Any) -> KvShape:
+    """The shapes of the model's KV, for a pool of several TP sizes.
+
+    Raises:
+        UnpoolableError: its KV cannot lie in such a pool; says why and what to do.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_adapt.upstream.kv_shape import kv_shape
+
+    return kv_shape(server_args, ModelConfig.from_server_args(server_args))
+
+
+def asked_page_size(argv: list[str]) -> int | None:
+    """What a stock command line says of `--page-size`, itself or in its config file; stock fills in a default."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+    parser = argparse.ArgumentParser(prog="sglang serve")
+    ServerArgs.add_cli_args(parser)
+    if "--config" in argv:
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    page_size: int | None = parser.parse_args(argv).page_size
+    return page_size
+
+
 def gpu_count() -> int:
     """CUDA devices that this process may use; asks NVML, so that CUDA is not initialised."""
     import torch
@@ -168,6 +181,7 @@ def serve(
     middleware: type,
     middleware_args: dict[str, Any],
     warm_up: Callable[[Any], None],
+    admin_routes: Mapping[tuple[str, str], AdminHandler],
 ) -> None:
     """Run stock's HTTP server in this process until it is told to stop.
 
@@ -177,10 +191,13 @@ def serve(
         middleware: ASGI middleware class around the stock app, made with `middleware_args`.
         warm_up: called with server_args in a thread when the HTTP server listens; the server counts as up
             once it has returned, and is stopped if it raises.
+        admin_routes: further routes by method and path, behind stock's admin key.
     """
     from sglang.srt.entrypoints import http_server
 
     http_server.app.add_middleware(middleware, **middleware_args)
+    for (method, path), handler in admin_routes.items():
+        _add_admin_route(http_server.app, method, path, handler)
 
     def execute_warmup(args: Any) -> bool:
         try:
@@ -198,6 +215,20 @@ def serve(
         run_detokenizer_process_func=run_detokenizer,
         execute_warmup_func=execute_warmup,
     )
+
+
+def _add_admin_route(app: Any, method: str, path: str, handler: AdminHandler) -> None:
+    """A route that stock protects as its own administrative ones (sglang/srt/utils/auth.py, ADMIN_OPTIONAL)."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    async def endpoint(request: Request) -> Response:
+        client = None if request.client is None else request.client.host
+        status, body = await handler(await request.body(), client)
+        return Response(body, status, media_type="application/json")
+
+    app.router.add_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
 
 
 def start_receiving() -> None:

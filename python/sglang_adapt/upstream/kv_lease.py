@@ -42,6 +42,11 @@ class EngineLease:
     def free_pages(self) -> int:
         return len(self._free())
 
+    @property
+    def spare_pages(self) -> int:
+        """Pages that `give_back` could give: free ones, and those of cached prefixes that no request uses."""
+        return self.free_pages + self.tree_cache.evictable_size() // self.allocator.page_size
+
     def grow(self, pages: Sequence[int]) -> None:
         """Add free pages.
 

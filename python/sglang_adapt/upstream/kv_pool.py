@@ -16,11 +16,31 @@ import torch
 
 from sglang_adapt.kv.adaptor import LeasePages, layer_views
 from sglang_adapt.kv.geometry import PoolGeometry
+from sglang_adapt.memory import RegionHandle, attach
 from sglang_adapt.upstream.patch import PATCHES, Patch
 
 
 class PoolMismatchError(RuntimeError):
     """Stock wants a pool of other shapes than the region has; the text names the value and what to set."""
+
+
+@dataclass(frozen=True)
+class RankPool:
+    """What a rank needs to know of its GPU's pool to start; picklable.
+
+    Attributes:
+        geometry: shapes of the region.
+        region: the keeper's handle of it.
+        pages: the rank's first lease.
+        request_tokens: the longest request that is served.
+        gpus: the deployment's GPUs that the engine's ranks are on, by rank.
+    """
+
+    geometry: PoolGeometry
+    region: RegionHandle
+    pages: tuple[int, ...]
+    request_tokens: int
+    gpus: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -32,6 +52,7 @@ class EnginePool:
         geometry, tp: shapes of the region, and the engine's TP size.
         region: the GPU's region, `geometry.region_shape`, of any dtype with the right element size.
         pages: the rank's lease.
+        request_tokens: the longest request that is served, or None for what the pool holds.
         built: the pool's buffers have been made.
     """
 
@@ -40,6 +61,7 @@ class EnginePool:
     tp: int
     region: torch.Tensor
     pages: LeasePages
+    request_tokens: int | None = None
     built: bool = False
 
     @property
@@ -157,17 +179,45 @@ class UsageOfLease(Patch):
         return dataclasses.replace(stats, full_num_used=used, full_token_usage=used / leased if leased else 0.0)
 
 
+class LongestRequest(Patch):
+    """Lowers the length up to which a request is accepted; stock takes what fits into the whole pool.
+
+    The pool is larger than any lease, and a request that fits into no lease would wait for ever.
+    """
+
+    target = "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info"
+    kind = "after"
+
+    @staticmethod
+    def hook(info: tuple[Any, ...], self: Any) -> tuple[Any, ...] | None:
+        limit = current_pool().request_tokens
+        if limit is None or limit >= info[_MAX_REQ_LEN]:
+            return None
+        margin = info[_MAX_REQ_LEN] - info[_MAX_REQ_INPUT_LEN]
+        return (*info[:_MAX_REQ_LEN], limit, limit - margin, *info[_MAX_REQ_INPUT_LEN + 1 :])
+
+
+_MAX_REQ_LEN, _MAX_REQ_INPUT_LEN = 4, 5
+"""Positions in what `get_worker_info` returns (managers/tp_worker.py)."""
+
+
 POOL_PATCHES: tuple[type[Patch], ...] = (
     BuffersInRegion,
     FreePagesFromLease,
     BytesOfRegion,
     UnleasedPagesAreNotLost,
     UsageOfLease,
+    LongestRequest,
 )
 
 
 def use_pool(
-    engine: str, geometry: PoolGeometry, tp: int, region: torch.Tensor, pages: Sequence[int] = ()
+    engine: str,
+    geometry: PoolGeometry,
+    tp: int,
+    region: torch.Tensor,
+    pages: Sequence[int] = (),
+    request_tokens: int | None = None,
 ) -> list[str]:
     """Make the scheduler that this process is about to build keep its KV in `region`.
 
@@ -181,6 +231,7 @@ def use_pool(
         region: this rank's GPU's region, `geometry.region_shape`, mapped writable for as long as the process
             lives.
         pages: the rank's first lease; an engine may start with none.
+        request_tokens: the longest request that is served; None for what the whole pool holds.
 
     Returns:
         The names of the patches in place.
@@ -195,9 +246,35 @@ def use_pool(
     geometry.tokens_per_block(tp)
     lease = LeasePages(engine, geometry)
     lease.add(list(pages))
-    _pool = EnginePool(engine, geometry, tp, region, lease)
+    _pool = EnginePool(engine, geometry, tp, region, lease, request_tokens)
     PATCHES.apply(*POOL_PATCHES)
     return PATCHES.verify(*POOL_PATCHES)
+
+
+def use_rank_pool(engine: str, tp: int, pool: RankPool) -> None:
+    """`use_pool` on a keeper's region.
+
+    Raises:
+        MemoryGoneError: the keeper has ended.
+        GeometryError, LeaseError, PatchError: as `use_pool`.
+    """
+    region = attach(pool.region, "write")
+    geometry = pool.geometry
+    view = region.tensor[: geometry.region_bytes].view(_INTEGERS[geometry.itemsize]).view(geometry.region_shape)
+    use_pool(engine, geometry, tp, view, pool.pages, pool.request_tokens)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""A dtype by its size, for a region of which only the size of an element is known."""
+
+
+def require_pool_used() -> None:
+    """Raise PoolMismatchError if the scheduler that was built has its KV elsewhere than in the region."""
+    if not current_pool().built:
+        raise PoolMismatchError(
+            f"{current_pool().engine}: stock has built another kind of KV pool than the plain one, which is not in the "
+            "shared region; give --adapt-tp-sizes a single value for this model"
+        )
 
 
 def _check_pool(stock: Any, pool: EnginePool) -> None:

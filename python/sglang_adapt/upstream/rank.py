@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.upstream.containment import ContainFailingMessages
+from sglang_adapt.upstream.control import Control, use_control
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
+from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
+from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_used, use_rank_pool
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
 from sglang_adapt.weights import WeightsHandle
@@ -34,6 +38,7 @@ class RankArgs:
         loads: where its load snapshots go.
         weights: the copy of the weights on its GPU, or None to load them as stock does.
         environment: the front's environment, which stock's launcher has filled in.
+        pool: its GPU's KV pool, or None to allocate one as stock does.
     """
 
     engine: str
@@ -45,6 +50,7 @@ class RankArgs:
     loads: LoadSlots
     weights: WeightsHandle | None
     environment: dict[str, str]
+    pool: RankPool | None = None
 
 
 class OneOutputSocket(Patch):
@@ -89,17 +95,20 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     WatchdogEndsItsOwnProcess,
     WriteLoadsToSlot,
     UnlinkMessageQueue,
+    ContainFailingMessages,
 )
 
 
-def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
+def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: Control) -> None:
     """Build the scheduler, report its start-up facts, serve until it is told to shut down.
 
     Args:
         args: what to start.
         report: called once with stock's `get_init_info()` dict when the scheduler is up.
+        control: answers the router's calls.
 
     Raises:
+        PoolMismatchError: stock's pool is not what the shared region has room for.
         PatchError, UnsupportedVersionError: this process is not what it should be.
         Exception: whatever the scheduler raises.
     """
@@ -110,6 +119,9 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
     give_back_cuda()
     prepare_process(*RANK_PATCHES)
     use_load_slots(args.loads)
+    use_control(control)
+    if args.pool is not None:
+        PATCHES.apply(*HANDOFF_PATCHES)
     if args.weights is not None:
         from sglang_adapt.upstream.weights.attach import use_store
 
@@ -135,6 +147,11 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
     # Stock finds its schedulers by the beginning of this title.
     setproctitle.setproctitle(f"sglang::scheduler_{label}")
     publish(args.server_args, role="scheduler")
+    if args.pool is not None:
+        if args.server_args.device == "cuda":
+            # As stock does later: the region is mapped into the context of the rank's GPU.
+            torch.cuda.set_device(args.gpu_id)
+        use_rank_pool(args.engine, args.server_args.tp_size, args.pool)
     scheduler = Scheduler(
         args.server_args,
         args.port_args,
@@ -146,6 +163,9 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None]) -> None:
         moe_dp_rank,
         None,
     )
+    if args.pool is not None:
+        require_pool_used()
+        control.started(scheduler, args.tp_rank, current_pool(), args.pool.gpus)
     report(scheduler.get_init_info())
     try:
         scheduler.run_event_loop()

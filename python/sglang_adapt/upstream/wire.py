@@ -11,8 +11,11 @@ from typing import Any, cast
 
 import msgspec
 
+from sglang_adapt.core.messages import EngineCall, EngineReply, decode_engine_call, decode_engine_reply, encode_json
+
 HEALTH_RID_PREFIX = "HEALTH_CHECK"
 WARMUP_RID_PREFIX = "SGLANG_ADAPT_WARMUP"
+CONTROL_FAILED_PREFIX = "SGLANG_ADAPT_CONTROL_FAILED:"
 
 GENERATE = b"TokenizedGenerateReqInput"
 EMBED = b"TokenizedEmbeddingReqInput"
@@ -23,6 +26,11 @@ TOKEN_OUTPUT = b"BatchTokenIDOutput"
 EMBED_OUTPUT = b"BatchEmbeddingOutput"
 HEALTH_OUTPUT = b"HealthCheckOutput"
 INTERNAL_STATE = b"GetInternalStateReqOutput"
+RPC_REQUEST = b"RpcReqInput"
+RPC_OUTPUT = b"RpcReqOutput"
+
+CALL_METHOD = "sglang_adapt_call"
+"""The method name of stock's RpcReqInput by which our calls are told from stock's own."""
 
 
 class WireError(ValueError):
@@ -148,6 +156,27 @@ def encode_abort(rid: str) -> bytes:
     return msgpack_encode(AbortReq(rid=rid))
 
 
+def encode_control_failure(reply_tag: bytes, message: str, status_code: int) -> bytes:
+    """What is answered to a control request that failed instead of being answered, for router and front.
+
+    Args:
+        reply_tag: tag of the answer that was due.
+        message: which engine, and why.
+        status_code: HTTP status for the client.
+    """
+    from sglang.srt.managers.io_struct import msgpack_encode
+
+    return msgpack_encode(control_failure(reply_tag, message, status_code))
+
+
+def control_failure(reply_tag: bytes, message: str, status_code: int) -> Any:
+    """The stock object behind `encode_control_failure`: an abort, with an id that no request can have."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    reason = {"type": "abort", "message": message, "status_code": status_code}
+    return AbortReq(rid=CONTROL_FAILED_PREFIX + reply_tag.decode(), finished_reason=reason)
+
+
 def encode_shutdown() -> bytes:
     """The stock message that makes a scheduler release its resources and leave its loop."""
     from sglang.srt.managers.io_struct import ShutdownReq, msgpack_encode
@@ -180,6 +209,38 @@ def encode_warmup(rid: str, prompt: list[int], new_tokens: int) -> bytes:
     )
     request.wrap_pickle_fields()
     return msgpack_encode(request)
+
+
+def encode_call(call: EngineCall) -> bytes:
+    """A call to an engine's ranks as stock's RPC message, which stock hands to all ranks in the same iteration.
+
+    Its parameters are plain values only, so the call is JSON text in one of them.
+    """
+    from sglang.srt.managers.io_struct import RpcReqInput, msgpack_encode
+
+    return msgpack_encode(RpcReqInput(method=CALL_METHOD, parameters={"call": encode_json(call).decode()}))
+
+
+def call_of(request: Any) -> EngineCall | None:
+    """The call in a stock RpcReqInput; None if it is one of stock's own."""
+    if request.method != CALL_METHOD:
+        return None
+    return decode_engine_call(request.parameters["call"])
+
+
+def reply_message(reply: EngineReply) -> Any:
+    """The stock RpcReqOutput that carries a reply."""
+    from sglang.srt.managers.io_struct import RpcReqOutput
+
+    failed = any(rank.error is not None for rank in reply.ranks)
+    return RpcReqOutput(success=not failed, message=encode_json(reply).decode())
+
+
+def reply_of(data: bytes) -> EngineReply:
+    """The reply in an encoded RpcReqOutput."""
+    from sglang.srt.managers.io_struct import msgpack_decode
+
+    return decode_engine_reply(msgpack_decode(data).message)
 
 
 def reply_tags() -> dict[bytes, bytes]:
@@ -220,16 +281,22 @@ def merge_replies(replies: dict[str, bytes]) -> bytes:
     """One answer for the tokenizer manager out of the engines' answers to one control request.
 
     Success only if every engine succeeded; the messages of failed engines are kept, with the engine's name. The
-    internal state is the first engine's, with every engine's main figures beside it under `adapt_engines`.
+    internal state is the first engine's, with every engine's main figures beside it under `adapt_engines`. If an engine
+    failed instead of answering (`control_failure`), so does the whole.
 
     Args:
         replies: engine name to encoded answer, all of one type, in the order of preference; not empty.
     """
     from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 
-    if len(replies) == 1 and peek_tag(next(iter(replies.values()))) != INTERNAL_STATE:
+    if len(replies) == 1 and peek_tag(next(iter(replies.values()))) not in (INTERNAL_STATE, ABORT):
         return next(iter(replies.values()))
     decoded = {engine: msgpack_decode(data) for engine, data in replies.items()}
+    broken = {engine: reply.finished_reason for engine, reply in decoded.items() if peek_tag(replies[engine]) == ABORT}
+    if broken:
+        merged = next(decoded[engine] for engine in broken)
+        merged.finished_reason["message"] = " | ".join(f"{name}: {why['message']}" for name, why in broken.items())
+        return msgpack_encode(merged)
     merged = next(iter(decoded.values()))
     if hasattr(merged, "internal_state"):
         merged.internal_state["adapt_engines"] = [

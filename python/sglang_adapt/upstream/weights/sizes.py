@@ -17,6 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.vocab_parallel_embedding import pad_vocab_size
 from sglang.srt.server_args import ServerArgs
 
+from sglang_adapt.upstream.kv_shape import kv_item_bytes
 from sglang_adapt.upstream.weights.params import BLOCK_SCALE
 from sglang_adapt.upstream.weights.refusals import UnshareableError, check_model
 from sglang_adapt.upstream.weights.synthetic import CheckpointTensor, quantised_tensors
@@ -33,7 +34,6 @@ _ROWS_SHARED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tok
 _COLUMNS_SHARED = ("o_proj", "down_proj")
 _KV_SCALES = ("llama", "mistral", "qwen2")
 """Model types whose attention layers have two scales of the KV cache, of 4 bytes each, if they are quantised."""
-_KV_ITEMSIZE = {"bf16": 2, "bfloat16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,6 @@ def model_sizes(server_args: ServerArgs, tp_sizes: Sequence[int]) -> ModelSizes 
             for tp in tp_sizes
         },
     )
-
-
-def kv_item_bytes(kv_cache_dtype: str, model_config: ModelConfig) -> int | None:
-    """Bytes of an element of KV; None for types that have scales or are packed. See stock's kv_cache_dtype.py."""
-    if kv_cache_dtype != "auto":
-        return _KV_ITEMSIZE.get(kv_cache_dtype)
-    settings = getattr(model_config.hf_config, "quantization_config", None) or {}
-    return None if settings.get("kv_cache_scheme") else model_config.dtype.itemsize
 
 
 def decode_graph_batch(server_args: ServerArgs) -> int:

@@ -1,0 +1,239 @@
+"""Messages that move requests from one engine to another: what a control channel carries to and from the ranks.
+
+One struct a message, JSON on the wire (bytes as base64). All ranks of an engine get the same message in the same
+iteration; each answers for itself. Every message has the epoch of the switch it belongs to.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+
+class RequestKind(StrEnum):
+    """Where a request was when its engine exported it.
+
+    RUNNING: has given its first token; KV of all tokens but the last.
+    PREFILLING: KV of a part of its prompt.
+    WAITING: no KV; it may have given tokens already, if it was retracted.
+    """
+
+    RUNNING = "running"
+    PREFILLING = "prefilling"
+    WAITING = "waiting"
+
+
+class CarriedRequest(msgspec.Struct, frozen=True):
+    """One request on the move.
+
+    Attributes:
+        rid: its id.
+        kind: where it was.
+        kv_tokens: its first tokens, prompt before output, whose KV moves with it.
+        length: tokens it has, prompt and output.
+        most_tokens: the most it may come to have.
+        priority: stock's, higher first; None where priorities are off.
+        state: everything else that it needs to go on, for `upstream.handoff` alone: a pickle, because the values are
+            stock's own objects, whose fields are stock's business. It is made and read by engine ranks of one run only;
+            a router forwards it unread.
+        recompute: it had KV, which was left behind.
+    """
+
+    rid: str
+    kind: RequestKind
+    kv_tokens: int
+    length: int
+    most_tokens: int
+    priority: int | None
+    state: bytes
+    recompute: bool = False
+
+    def without_kv(self) -> CarriedRequest:
+        """The same request, its KV left behind: it waits, and the engine that adopts it computes the KV again."""
+        return msgspec.structs.replace(self, kind=RequestKind.WAITING, kv_tokens=0, recompute=True)
+
+
+class KvSource(msgspec.Struct, frozen=True):
+    """Where the KV of a request on the move lies.
+
+    Attributes:
+        gpus: the deployment's GPUs that the ranks of the source engine are on, by rank.
+        blocks: by rank of the source, the request's blocks there in token order.
+    """
+
+    gpus: list[int]
+    blocks: list[list[int]]
+
+
+class ExportCall(msgspec.Struct, frozen=True, tag=True):
+    """Stop after the batch in flight and hand out all requests; they and their blocks stay held.
+
+    Attributes:
+        epoch: of the switch that begins.
+        keep: how many blocks the lease of each rank may keep; free ones and evictable prefixes beyond that are given
+            back. None to keep the lease as it is.
+    """
+
+    epoch: int
+    keep: int | None = None
+
+
+class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to ExportCall.
+
+    Attributes:
+        epoch: that of the call.
+        requests: what is exported, in the order in which it should be taken up; from rank 0, empty from all others.
+        blocks: for each request this rank's blocks in token order, `ceil(kv_tokens / tokens per block)` of them.
+            Requests with a common prefix name the same blocks.
+        exported: the blocks that have left the rank's lease, ascending: those that belong to one request alone. The
+            rest of `blocks` is in the prefix cache, locked, and still leased.
+        staying: requests that go on running here, with the reason why they cannot be carried.
+        given: the free blocks that have left the rank's lease, ascending; see `ExportCall.keep`.
+    """
+
+    epoch: int
+    requests: list[CarriedRequest]
+    blocks: list[list[int]]
+    exported: list[int]
+    staying: dict[str, str]
+    given: list[int] = []
+
+
+class AdoptCall(msgspec.Struct, frozen=True, tag=True):
+    """Take requests up whose KV lies, or is put by the engine's copy, in blocks that now join the lease.
+
+    The engine decodes at once: grow its lease before. Stock retracts requests for which there is no free block, and
+    aborts the last one. The same holds for RestoreCall.
+
+    Attributes:
+        epoch: that of the switch.
+        requests: from an ExportAnswer of rank 0.
+        blocks: by rank of the adopting engine, for each request: blocks in token order, none for waiting requests.
+        sources: for each request where its KV is copied from; empty if the router has had it copied already.
+        grow: by rank, free blocks that join the lease as well.
+        aborted: ids of requests that their clients have given up meanwhile; they are left out, and so are their blocks.
+    """
+
+    epoch: int
+    requests: list[CarriedRequest]
+    blocks: list[list[list[int]]]
+    sources: list[KvSource] = []
+    grow: list[list[int]] = []
+    aborted: list[str] = []
+
+
+class AdoptAnswer(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to AdoptCall.
+
+    Attributes:
+        epoch: that of the call.
+        adopted: ids of the requests that are the engine's now.
+        spilled: those of them that had to go to the waiting queue for want of a request slot; their KV is cached.
+        leased: the blocks that have joined the rank's lease, ascending.
+    """
+
+    epoch: int
+    adopted: list[str]
+    spilled: list[str]
+    leased: list[int]
+
+
+class ReleaseCall(msgspec.Struct, frozen=True, tag=True):
+    """Forget what was exported: the requests in `taken` live elsewhere.
+
+    Attributes:
+        epoch: that of the export.
+        taken: ids.
+        keep: as in ExportCall; what was locked in the prefix cache can be given back now.
+    """
+
+    epoch: int
+    taken: list[str]
+    keep: int | None = None
+
+
+class ReleaseAnswer(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to ReleaseCall.
+
+    Attributes:
+        epoch: that of the call.
+        freed: the blocks that belong to no one now, ascending: `ExportAnswer.exported`. They are not in the lease.
+        aborted: requests that were taken and then given up by their clients: abort them where they live.
+        given: the free blocks that have left the rank's lease, ascending.
+    """
+
+    epoch: int
+    freed: list[int]
+    aborted: list[str]
+    given: list[int] = []
+
+
+class RestoreCall(msgspec.Struct, frozen=True, tag=True):
+    """Undo the export: all requests go on here."""
+
+    epoch: int
+
+
+class RestoreAnswer(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to RestoreCall.
+
+    Attributes:
+        epoch: that of the call.
+        restored: ids of the requests that go on, those given up meanwhile left out.
+        leased: the blocks that are back in the rank's lease, ascending: `ExportAnswer.exported`.
+    """
+
+    epoch: int
+    restored: list[str]
+    leased: list[int]
+
+
+class AbortHeldCall(msgspec.Struct, frozen=True, tag=True):
+    """A client has given up a request that may be held by an export. `rid` may be the beginning of ids, as in stock's
+    AbortReq."""
+
+    epoch: int
+    rid: str
+    abort_all: bool = False
+
+
+class AbortHeldAnswer(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to AbortHeldCall: the held requests that it meant."""
+
+    epoch: int
+    aborted: list[str]
+
+
+class UnexportableCall(msgspec.Struct, frozen=True, tag=True):
+    """Which requests could not be carried? Changes nothing."""
+
+
+class UnexportableAnswer(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to UnexportableCall: request id to reason."""
+
+    reasons: dict[str, str]
+
+
+HandoffCall = ExportCall | AdoptCall | ReleaseCall | RestoreCall | AbortHeldCall | UnexportableCall
+HandoffAnswer = ExportAnswer | AdoptAnswer | ReleaseAnswer | RestoreAnswer | AbortHeldAnswer | UnexportableAnswer
+
+Answer = TypeVar("Answer", bound=HandoffAnswer)
+
+encode = msgspec.json.Encoder().encode
+decode_call = msgspec.json.Decoder(HandoffCall).decode
+_decode_answer = msgspec.json.Decoder(HandoffAnswer).decode
+
+
+def decode_answer(data: bytes | str, kind: type[Answer]) -> Answer:
+    """An answer of the type that was asked for.
+
+    Raises:
+        msgspec.ValidationError: another message, or none.
+    """
+    answer = _decode_answer(data)
+    if not isinstance(answer, kind):
+        raise msgspec.ValidationError(f"{type(answer).__name__} came where {kind.__name__} was expected")
+    return answer

@@ -1,0 +1,63 @@
+"""Look at and change a running server: `python -m sglang_adapt.ctl layout [LAYOUT] [--strategy auto]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+from sglang_adapt.policy.carry import Strategy
+
+_GET_TIMEOUT_S = 60.0
+_SWITCH_TIMEOUT_S = 600.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if it was done, 1 if the server refused, 2 if there is none."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_adapt.ctl", description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
+    parser.add_argument("--api-key", help="the server's admin key, if it has one")
+    commands = parser.add_subparsers(dest="command", required=True)
+    layout = commands.add_parser("layout", help="print the layout that serves; with LAYOUT, go over to it first")
+    layout.add_argument("layout", nargs="?", metavar="LAYOUT", help="e.g. tp1@0,tp1@1 or tp2@0-1")
+    layout.add_argument(
+        "--strategy",
+        choices=[strategy.value for strategy in Strategy],
+        default=Strategy.AUTO.value,
+        help="what becomes of running requests (default: %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    url = f"{options.url.rstrip('/')}/adapt/layout"
+    body = None
+    if options.layout is not None:
+        order = {"layout": options.layout, "strategy": options.strategy, "reason": "asked for by ctl"}
+        body = json.dumps(order).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    if options.api_key is not None:
+        request.add_header("Authorization", f"Bearer {options.api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=_GET_TIMEOUT_S if body is None else _SWITCH_TIMEOUT_S) as answer:
+            print(json.dumps(json.load(answer), indent=2))
+        return 0
+    except urllib.error.HTTPError as error:
+        print(f"refused ({error.code}): {_message(error.read())}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"no answer from {url}: {error}", file=sys.stderr)
+        return 2
+
+
+def _message(body: bytes) -> str:
+    """The text of an error's body, whoever wrote it."""
+    try:
+        fields = json.loads(body)
+        return str(fields.get("message") or fields.get("error") or fields)
+    except (ValueError, AttributeError):
+        return body.decode(errors="replace")[:500]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What the router can ask of an engine's ranks: a table of functions by name.
+
+A call reaches all ranks in the same iteration, between two batches. Each rank does it, or refuses with nothing
+changed; rank 0 sends what all of them say as one reply. A function gets plain JSON values and returns them. What it
+raises beside `REFUSALS` ends its rank, and with it the engine, which is started again: nobody knows what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from sglang_adapt.core.handoff import HandoffCall
+from sglang_adapt.core.messages import EngineCall, RankAnswer
+from sglang_adapt.engine import kv
+from sglang_adapt.engine.copying import CopyRefusedError, KvCopies, handles_of
+from sglang_adapt.engine.handoff import EngineHandoff, StaleHandoffError
+from sglang_adapt.kv.adaptor import LeaseError
+from sglang_adapt.kv.plan import PlanError
+from sglang_adapt.memory import SharedMemoryError
+from sglang_adapt.upstream.handoff import REFUSALS as HANDOFF_REFUSALS
+from sglang_adapt.upstream.kv_pool import EnginePool
+
+Handler = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
+"""`handler(scheduler, rank, payload)`: stock's scheduler and the rank within the engine."""
+
+REFUSALS = (
+    LeaseError,
+    StaleHandoffError,
+    CopyRefusedError,
+    PlanError,
+    SharedMemoryError,
+    msgspec.ValidationError,
+    *HANDOFF_REFUSALS,
+)
+"""Errors that say that nothing has changed."""
+
+HANDLERS: Mapping[str, Handler] = {
+    "kv_grow": kv.grow,
+    "kv_give_back": kv.give_back,
+    "kv_state": kv.state,
+}
+
+
+class EngineControl:
+    """The calls of one rank.
+
+    Attributes:
+        handlers: what can be asked.
+        epoch: the highest epoch of a call so far.
+    """
+
+    def __init__(self, handlers: Mapping[str, Handler] = HANDLERS) -> None:
+        self.handlers = dict(handlers)
+        self.epoch = 0
+
+    def started(self, scheduler: Any, rank: int, pool: EnginePool, gpus: tuple[int, ...]) -> None:
+        """The scheduler is built, on a shared pool: requests can move from here on, by `handoff` and `kv_map`.
+
+        Args:
+            gpus: the deployment's GPUs of the engine's ranks.
+
+        Raises:
+            HandoffUnsupportedError, UnknownReqStateError, PatchError: see `EngineHandoff`.
+        """
+        copies = KvCopies(pool.engine, pool.geometry, gpus, rank, pool.region)
+        handoff = EngineHandoff(scheduler, copies.copy)
+
+        def move(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
+            answer: dict[str, Any] = msgspec.to_builtins(handoff.answer(msgspec.convert(payload, HandoffCall)))
+            return answer
+
+        def map_regions(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
+            copies.map(handles_of(payload["regions"]))
+            return {}
+
+        self.handlers |= {"handoff": move, "kv_map": map_regions}
+
+    def __call__(self, scheduler: Any, rank: int, call: EngineCall) -> RankAnswer:
+        """Do what is asked, or say why not, with nothing changed."""
+        if call.epoch < self.epoch:
+            return _refusal(f"{call.name} of epoch {call.epoch} came after a call of epoch {self.epoch}; it is refused")
+        handler = self.handlers.get(call.name)
+        if handler is None:
+            return _refusal(f"nothing is called {call.name!r}; there is {', '.join(self.handlers)}")
+        self.epoch = call.epoch
+        try:
+            return RankAnswer(answer=handler(scheduler, rank, call.payload))
+        except REFUSALS as error:
+            return _refusal(f"{type(error).__name__}: {error}")
+
+
+def _refusal(text: str) -> RankAnswer:
+    return RankAnswer(error=text)

@@ -1,0 +1,113 @@
+"""Bringing the KV of requests that arrive onto this rank's GPU: each rank of the destination pulls its own part.
+
+So a destination engine depends on no other engine: the memory is the keepers', and what it reads lies still until the
+router says so, whatever becomes of the source's processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import torch
+
+from sglang_adapt.core.handoff import AdoptCall
+from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitCopier
+from sglang_adapt.kv.copy import DirectExecutor
+from sglang_adapt.kv.geometry import PoolGeometry
+from sglang_adapt.kv.lanes import Lane
+from sglang_adapt.kv.plan import CopyBatch, RequestCopy
+from sglang_adapt.kv.plan_build import build_plans
+from sglang_adapt.memory import Region, RegionHandle, attach
+
+
+class CopyRefusedError(RuntimeError):
+    """KV that cannot be brought here; the text names the GPU. Nothing was copied."""
+
+
+class KvCopies:
+    """The regions of all GPUs as this rank sees them, and the copies from them into its own.
+
+    Args:
+        engine: name of the rank's engine, for error texts.
+        geometry: shapes of every region.
+        gpus: the deployment's GPUs of the engine's ranks.
+        rank: this rank.
+        region: its own GPU's region, `geometry.region_shape`, on the rank's device.
+    """
+
+    def __init__(
+        self, engine: str, geometry: PoolGeometry, gpus: tuple[int, ...], rank: int, region: torch.Tensor
+    ) -> None:
+        self._engine = engine
+        self._geometry = geometry
+        self._gpus = gpus
+        self._gpu = gpus[rank]
+        self._own = region
+        self._mapped: dict[int, Region] = {}
+        self._lane = Lane(region.device)
+        self._copier: UnitCopier = TritonCopier() if region.device.type == "cuda" else CpuCopier()
+
+    def map(self, handles: Mapping[int, RegionHandle]) -> None:
+        """Map the regions of other GPUs, by the deployment's index; those that are mapped already stay.
+
+        Raises:
+            MemoryGoneError, SharedMemoryError: a region that cannot be mapped.
+        """
+        for gpu, handle in handles.items():
+            if gpu != self._gpu and (gpu not in self._mapped or self._mapped[gpu].handle != handle):
+                self._mapped[gpu] = attach(handle, "read", self._own.device)
+
+    def copy(self, call: AdoptCall) -> None:
+        """Copy what this rank's blocks of `call` are to hold; returns when it is there.
+
+        Raises:
+            CopyRefusedError: a source GPU whose region is not mapped.
+            PlanError: block lists that do not fit the requests' lengths.
+        """
+        plans = [plan.to_gpu(self._gpu) for plan in build_plans(self._geometry, self._batches(call))]
+        needed = {plan.gpu for plan in plans if plan.units}
+        missing = needed - self._mapped.keys() - {self._gpu}
+        if missing:
+            raise CopyRefusedError(
+                f"{self._engine}: the KV region of GPU {min(missing)} is not mapped on GPU {self._gpu}; "
+                f"send kv_map first"
+            )
+        with self._lane.use():
+            marks = [self._start(plan.gpu).start(plan) for plan in plans if plan.units]
+        for mark in marks:
+            mark.wait()
+
+    def _start(self, source: int) -> DirectExecutor:
+        regions = {self._gpu: self._own, source: self._view(source)}
+        return DirectExecutor(self._geometry, source, regions, self._copier, self._lane)
+
+    def _view(self, gpu: int) -> torch.Tensor:
+        if gpu == self._gpu:
+            return self._own
+        whole = self._mapped[gpu].tensor[: self._geometry.region_bytes]
+        return whole.view(self._own.dtype).view(self._geometry.region_shape)
+
+    def _batches(self, call: AdoptCall) -> list[CopyBatch]:
+        moves: dict[tuple[int, ...], list[RequestCopy]] = {}
+        for at, (request, source) in enumerate(zip(call.requests, call.sources, strict=True)):
+            if not request.kv_tokens or request.rid in call.aborted:
+                continue
+            copy = RequestCopy(
+                request.rid,
+                request.kv_tokens,
+                np.asarray(source.blocks, dtype=np.int32),
+                np.asarray([by_request[at] for by_request in call.blocks], dtype=np.int32),
+            )
+            moves.setdefault(tuple(source.gpus), []).append(copy)
+        return [CopyBatch(gpus, self._gpus, tuple(requests)) for gpus, requests in moves.items()]
+
+
+def handles_of(regions: dict[str, object]) -> dict[int, RegionHandle]:
+    """The handles in a call's payload, by the deployment's GPU.
+
+    Raises:
+        msgspec.ValidationError: no such handles.
+    """
+    return msgspec.convert(regions, dict[int, RegionHandle], strict=False)

@@ -1,0 +1,168 @@
+"""The entry of requests on the move into one engine rank: what a control channel calls with the messages of
+`core.handoff`.
+
+The protocol, driven by a router: (1) `ExportCall` to all ranks of a source; (2) the KV is copied into blocks that the
+router has chosen, and `AdoptCall` goes to all ranks of the destination; (3) `ReleaseCall` to the source, or, after any
+failure, `RestoreCall`, after which the source goes on as if nothing had been. Every call reaches all ranks of an engine
+in the same iteration, inside stock's dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from sglang_adapt.core import handoff as messages
+from sglang_adapt.upstream.handoff import adopt as adopting
+from sglang_adapt.upstream.handoff import export as exporting
+from sglang_adapt.upstream.handoff.held import Held, held
+from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
+from sglang_adapt.upstream.handoff.refusals import check_engine
+from sglang_adapt.upstream.handoff.state import check_req_attributes
+from sglang_adapt.upstream.kv_lease import EngineLease
+from sglang_adapt.upstream.patch import PATCHES
+
+
+class StaleHandoffError(RuntimeError):
+    """A message of an epoch that is over, or that does not fit what the rank is doing; it has changed nothing."""
+
+
+class EngineHandoff:
+    """One rank's part in moves of requests.
+
+    Args:
+        scheduler: stock's, built after `kv_pool.use_pool` in a process that has HANDOFF_PATCHES.
+        copy: see `adopt`; None if the router has KV copied before it sends AdoptCall.
+
+    Raises:
+        HandoffUnsupportedError: this engine's requests cannot be moved.
+        UnknownReqStateError: this sglang's requests are not those that the code knows.
+        PatchError: a patch is not in place.
+    """
+
+    def __init__(self, scheduler: Any, copy: Callable[[messages.AdoptCall], None] | None = None) -> None:
+        PATCHES.verify(*HANDOFF_PATCHES)
+        check_engine(scheduler)
+        check_req_attributes()
+        self._scheduler = scheduler
+        self._copy = copy
+        self._epoch = 0
+
+    def call(self, message: bytes | str) -> bytes:
+        """Carry out one encoded `core.handoff.HandoffCall`; returns the encoded answer of this rank.
+
+        Raises:
+            msgspec.ValidationError: not such a message.
+            Exception: as the method of the message does; the engine is as before.
+        """
+        return messages.encode(self.answer(messages.decode_call(message)))
+
+    def answer(self, call: messages.HandoffCall) -> messages.HandoffAnswer:
+        """Carry out one message. Raises as its method does."""
+        match call:
+            case messages.ExportCall():
+                return self.export(call)
+            case messages.AdoptCall():
+                return self.adopt(call)
+            case messages.ReleaseCall():
+                return self.release(call)
+            case messages.RestoreCall():
+                return self.restore(call)
+            case messages.AbortHeldCall():
+                return self.abort_held(call)
+            case messages.UnexportableCall():
+                return messages.UnexportableAnswer(exporting.unexportable(self._scheduler))
+        raise TypeError(f"{type(call).__name__} is no message to an engine's rank")
+
+    def export(self, call: messages.ExportCall) -> messages.ExportAnswer:
+        """Stop after the batch in flight, take all requests out and hold them.
+
+        Raises:
+            StaleHandoffError: the epoch is not newer than the last, or requests are held already.
+            ExportError, OtherRankFailedError: nothing was taken out.
+        """
+        if call.epoch <= self._epoch:
+            raise StaleHandoffError(f"an export of epoch {call.epoch} came after one of epoch {self._epoch}")
+        if (other := held()) is not None:
+            raise StaleHandoffError(
+                f"requests of epoch {other.epoch} are held; release or restore them before exporting epoch {call.epoch}"
+            )
+        export = exporting.export(self._scheduler, call.epoch)
+        self._epoch = call.epoch
+        given = self._shrink_to(call.keep)
+        return messages.ExportAnswer(call.epoch, export.requests, export.blocks, export.pages, export.staying, given)
+
+    def adopt(self, call: messages.AdoptCall) -> messages.AdoptAnswer:
+        """Take requests up; they run, or wait, from the next batch on. An epoch may have several of these calls.
+
+        Raises:
+            StaleHandoffError: an older epoch than the last.
+            Exception: see `upstream.handoff.adopt.adopt`; nothing was taken up.
+        """
+        if call.epoch < self._epoch:
+            raise StaleHandoffError(f"an adopt of epoch {call.epoch} came after epoch {self._epoch}")
+        ranks = self._scheduler.ps.tp_size
+        if len(call.blocks) != ranks or any(len(blocks) != len(call.requests) for blocks in call.blocks):
+            raise adopting.AdoptError(
+                f"epoch {call.epoch}: {ranks} ranks take {len(call.requests)} requests up, but blocks are given as "
+                f"{[len(blocks) for blocks in call.blocks]}"
+            )
+        given = call.blocks[self._scheduler.ps.tp_rank]
+        pairs = [
+            (request, blocks)
+            for request, blocks in zip(call.requests, given, strict=True)
+            if request.rid not in call.aborted
+        ]
+        copy = None if self._copy is None or not call.sources else partial(self._copy, call)
+        adoption = adopting.adopt(self._scheduler, [pair[0] for pair in pairs], [pair[1] for pair in pairs], copy)
+        self._epoch = call.epoch
+        if call.grow:
+            EngineLease.of(self._scheduler).grow(call.grow[self._scheduler.ps.tp_rank])
+        leased = sorted(block for _, blocks in pairs for block in blocks)
+        return messages.AdoptAnswer(call.epoch, adoption.adopted, adoption.spilled, leased)
+
+    def release(self, call: messages.ReleaseCall) -> messages.ReleaseAnswer:
+        """Forget the held requests, which live elsewhere. Those that were given up and not taken are answered here.
+
+        Raises:
+            StaleHandoffError: no requests of this epoch are held.
+            ExportError: one was neither taken nor given up.
+        """
+        held = self._held(call.epoch)
+        aborted = exporting.release(self._scheduler, held, set(call.taken))
+        return messages.ReleaseAnswer(call.epoch, held.pages, aborted, self._shrink_to(call.keep))
+
+    def restore(self, call: messages.RestoreCall) -> messages.RestoreAnswer:
+        """Put the held requests back as they were.
+
+        Raises:
+            StaleHandoffError: no requests of this epoch are held.
+            RuntimeError: see `upstream.handoff.export.restore`.
+        """
+        held = self._held(call.epoch)
+        restored = exporting.restore(self._scheduler, held)
+        return messages.RestoreAnswer(call.epoch, restored, held.pages)
+
+    def abort_held(self, call: messages.AbortHeldCall) -> messages.AbortHeldAnswer:
+        """Mark held requests as given up by their clients; none is no error. Stock's AbortReq does the same.
+
+        Raises:
+            StaleHandoffError: no requests of this epoch are held.
+        """
+        return messages.AbortHeldAnswer(call.epoch, self._held(call.epoch).abort(call.rid, call.abort_all))
+
+    def _shrink_to(self, keep: int | None) -> list[int]:
+        """Give back what is free or evictable of the lease beyond `keep` blocks; returns it, ascending."""
+        if keep is None:
+            return []
+        lease = EngineLease.of(self._scheduler)
+        count = min(lease.spare_pages, len(lease.pages) - keep)
+        return sorted(lease.give_back(count).tolist()) if count > 0 else []
+
+    def _held(self, epoch: int) -> Held:
+        there = held()
+        if there is None or there.epoch != epoch:
+            what = "nothing" if there is None else f"epoch {there.epoch}"
+            raise StaleHandoffError(f"a message of epoch {epoch} came while {what} is held")
+        return there

@@ -1,0 +1,102 @@
+"""`/adapt/layout`: which layout serves, and the way to another one.
+
+- `GET` gives it as the engines themselves say it.
+- `POST {"layout": "tp2@0-1", "strategy": "auto"}` goes over to it and answers when that is done (200) or refused (409,
+  with nothing changed).
+
+Both take stock's admin key (`--admin-api-key`, else `--api-key`); without a key, POST only from this machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from sglang_adapt.front.errors import Refusal, error_body
+from sglang_adapt.front.link import RouterLink
+from sglang_adapt.policy.carry import Strategy
+
+PATH = "/adapt/layout"
+Answer = tuple[int, bytes]
+Handler = Callable[[bytes, str | None], Awaitable[Answer]]
+"""`handler(body, client)`: the request's body and the client's address; gives HTTP status and JSON body."""
+
+
+class LayoutOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a POST.
+
+    Attributes:
+        layout: engines that cover every GPU once, e.g. `tp1@0,tp1@1`.
+        strategy: what becomes of requests of engines that leave.
+        reason: for the log.
+    """
+
+    layout: str
+    strategy: Strategy = Strategy.AUTO
+    reason: str = "asked for over HTTP"
+
+
+class LayoutApi:
+    """The handlers.
+
+    Args:
+        link: to the router.
+        has_key: the server has an admin key or an API key, which stock checks.
+    """
+
+    def __init__(self, link: RouterLink, has_key: bool) -> None:
+        self._link = link
+        self._has_key = has_key
+
+    @property
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """By method and path."""
+        return {("GET", PATH): self.get, ("POST", PATH): self.post}
+
+    async def get(self, body: bytes, client: str | None) -> Answer:
+        try:
+            answer = await self._link.layout()
+        except TimeoutError:
+            return _refuse(503, "no_router", "the router does not answer; the server is starting or broken")
+        return _body(answer.status, answer.body)
+
+    async def post(self, body: bytes, client: str | None) -> Answer:
+        if not self._has_key and not is_loopback(client):
+            return _refuse(
+                403,
+                "admin_only",
+                f"the layout can be changed from this machine only, and {client} is another one; start the server with "
+                "--admin-api-key to allow it to those who have the key",
+            )
+        try:
+            order = msgspec.json.decode(body, type=LayoutOrder)
+        except msgspec.DecodeError as error:
+            example = '{"layout": "tp2@0-1", "strategy": "auto"}'
+            strategies = ", ".join(Strategy)
+            return _refuse(400, "bad_request", f"{error}; send {example}; strategies are {strategies}")
+        answer = await self._link.switch(order.layout, order.strategy.value, order.reason)
+        return _body(answer.status, answer.body)
+
+
+def is_loopback(client: str | None) -> bool:
+    """Is this the address of the machine itself? None, of a connection without one (a socket file), is."""
+    if client is None:
+        return True
+    try:
+        return ipaddress.ip_address(client).is_loopback
+    except ValueError:
+        return False
+
+
+def _body(status: int, body: dict[str, Any]) -> Answer:
+    if status != 200:
+        return _refuse(status, body["code"], body["message"])
+    return 200, json.dumps(body).encode()
+
+
+def _refuse(status: int, code: str, message: str) -> Answer:
+    return status, error_body(Refusal(status, code, message), openai=False)

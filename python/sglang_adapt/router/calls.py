@@ -1,0 +1,107 @@
+"""Calls to an engine's ranks: `await calls.call("tp1@0", "kv_grow", {...}, epoch)` and what can come of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from sglang_adapt.core.messages import EngineCall, EngineReply
+from sglang_adapt.upstream import wire
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 30.0
+"""How long an engine may take to answer: it finishes the batch in flight first, which a long prefill makes long."""
+
+
+class EngineCallError(RuntimeError):
+    """A call did not do what it should; the text names the engine, the call and why."""
+
+
+class CallRefusedError(EngineCallError):
+    """All ranks refused, with nothing changed."""
+
+
+class CallBrokenError(EngineCallError):
+    """The ranks differ, or did not answer in time: the engine's state is not known, so it must be started anew."""
+
+
+class EngineGoneError(EngineCallError):
+    """The engine died before it answered, or does not run."""
+
+
+class EngineCalls:
+    """The calls under way, of all engines.
+
+    Args:
+        send: puts one stock message on an engine's input; raises zmq.Again when nobody is connected.
+    """
+
+    def __init__(self, send: Callable[[str, bytes], None]) -> None:
+        self._send = send
+        self._ids = itertools.count(1)
+        self._open: dict[int, tuple[str, EngineCall, asyncio.Future[EngineReply]]] = {}
+
+    async def call(
+        self, engine: str, name: str, payload: dict[str, Any], epoch: int, timeout_s: float = CALL_TIMEOUT_S
+    ) -> list[dict[str, Any]]:
+        """Ask all ranks of an engine for one thing and wait; returns what each rank answered.
+
+        The reply comes after all output that the engine sent before it did what was asked. With overlap scheduling one
+        batch may be in flight then, whose output follows; who needs its results settles it first.
+
+        Args:
+            engine: its name.
+            name: what to do, one of `engine.control.HANDLERS`.
+            payload: plain JSON values, the same for all ranks.
+            epoch: of the layout that the call belongs to.
+            timeout_s: how long to wait, in seconds.
+
+        Raises:
+            CallRefusedError, CallBrokenError, EngineGoneError: see there.
+        """
+        call = EngineCall(next(self._ids), epoch, name, payload)
+        future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
+        self._open[call.id] = (engine, call, future)
+        try:
+            try:
+                self._send(engine, wire.encode_call(call))
+            except zmq.Again:
+                raise EngineGoneError(f"{engine}: {name} was not sent: the engine does not take messages") from None
+            try:
+                reply = await asyncio.wait_for(future, timeout_s)
+            except TimeoutError:
+                raise CallBrokenError(f"{engine}: {name} was not answered within {timeout_s:g} s") from None
+        finally:
+            del self._open[call.id]
+        return _answers(engine, name, reply)
+
+    def on_reply(self, engine: str, data: bytes) -> None:
+        """An engine's RpcReqOutput has come. One that nobody waits for any more is dropped."""
+        reply = wire.reply_of(data)
+        engine_asked, call, future = self._open.get(reply.id, (None, None, None))
+        if future is None or call is None or engine_asked != engine or call.epoch != reply.epoch or future.done():
+            logger.warning("%s answered call %d of epoch %d, which nobody waits for", engine, reply.id, reply.epoch)
+            return
+        future.set_result(reply)
+
+    def engine_lost(self, engine: str, why: str) -> None:
+        """An engine died: its calls end."""
+        for asked, call, future in self._open.values():
+            if asked == engine and not future.done():
+                future.set_exception(EngineGoneError(f"{engine}: {call.name} was not answered: {why}"))
+
+
+def _answers(engine: str, name: str, reply: EngineReply) -> list[dict[str, Any]]:
+    errors = {rank: answer.error for rank, answer in enumerate(reply.ranks) if answer.error is not None}
+    if not errors:
+        return [answer.answer or {} for answer in reply.ranks]
+    text = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
+    if len(errors) < len(reply.ranks):
+        raise CallBrokenError(f"{engine}: only some ranks did {name}: {text}")
+    raise CallRefusedError(f"{engine}: {name} was refused: {text}")

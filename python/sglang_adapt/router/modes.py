@@ -1,0 +1,481 @@
+"""Switching the layout while requests run: plan, export, copy and adopt, resume, release.
+
+Three round trips to the engines. (1) The engines that leave the layout stop after the batch in flight and hand their
+requests out, which they hold. (2) The engines that enter get them together with the blocks that this process has chosen
+for their KV; each rank pulls its part of the KV, and the requests run on. From here on the new layout serves. (3) The
+first ones forget what they held, and all free blocks go to the new engines.
+
+Until (2) has succeeded anywhere, everything can be undone, and is if anything fails. After that, requests that an
+engine could not take up, or whose engine died, go to the others without their KV and are computed again from their ids.
+Engines of both layouts serve on throughout. Architecture, "A switch".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang_adapt.core.handoff import (
+    AdoptAnswer,
+    CarriedRequest,
+    ExportAnswer,
+    ExportCall,
+    HandoffAnswer,
+    HandoffCall,
+    ReleaseAnswer,
+    ReleaseCall,
+    RestoreAnswer,
+    RestoreCall,
+    UnexportableAnswer,
+    UnexportableCall,
+)
+from sglang_adapt.core.layout import EngineSpec, Layout
+from sglang_adapt.kv.ledger_format import LedgerError
+from sglang_adapt.memory import RegionHandle
+from sglang_adapt.policy.carry import Carriage, Costs, Mover, NoRoomError, Room, Strategy, carry
+from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
+from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.router import Router
+from sglang_adapt.router.switch import (
+    Arrival,
+    Export,
+    Switch,
+    SwitchRefusedError,
+    adopt_call,
+    copies_of,
+    deal,
+)
+from sglang_adapt.upstream import wire
+
+logger = logging.getLogger(__name__)
+
+MEASURED_COSTS = Costs()
+
+Answer = TypeVar("Answer", bound=HandoffAnswer)
+
+
+class Modes:
+    """The layout that serves, and its changes, one at a time.
+
+    Args:
+        router: where requests are.
+        pools: whose blocks are whose, and the way to the engines' ranks.
+        specs: all candidates by name.
+        regions: the KV regions of all GPUs now.
+        drain_timeout_s: how long requests that cannot be moved may take to end.
+        costs: by which strategies are compared.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        pools: Pools,
+        specs: Mapping[str, EngineSpec],
+        regions: Callable[[], dict[int, RegionHandle]],
+        drain_timeout_s: float,
+        costs: Costs = MEASURED_COSTS,
+    ) -> None:
+        self._router = router
+        self._pools = pools
+        self._specs = specs
+        self._regions = regions
+        self._drain_timeout_s = drain_timeout_s
+        self._costs = costs
+        self._current: Switch | None = None
+        self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
+        self._kept: dict[EngineSpec, Export] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    @property
+    def switching(self) -> bool:
+        return self._current is not None
+
+    async def switch(self, layout: Layout, strategy: Strategy, reason: str) -> Switch:
+        """Go over to a layout; returns when its engines serve and the blocks of the old ones are free.
+
+        Raises:
+            SwitchRefusedError: nothing has changed.
+        """
+        if self._current is not None:
+            raise SwitchRefusedError(
+                f"a switch from {self._current.before} to {self._current.after} is under way; ask again when it is done"
+            )
+        switch = self._current = Switch(self._router.layout, layout, strategy, reason)
+        try:
+            if switch.leaving:
+                await self._run(switch)
+                logger.info("%s", switch)
+        except SwitchRefusedError:
+            raise
+        except Exception:
+            # A fault in this program: no request may stay on the move for ever.
+            why = f"the switch from {switch.before} to {switch.after} broke off"
+            logger.exception("%s; its requests end with 503", why)
+            self._router.fail(self._router.moving, list(self._router.moving.in_flight), why)
+            self._router.activate(self._router.layout)
+            raise
+        finally:
+            self._current = None
+        return switch
+
+    def engine_ready(self, spec: EngineSpec) -> None:
+        """An engine has been started again: give it its share of the blocks, if it is in the layout."""
+        self._later(self._fill([spec]))
+
+    def engine_lost(self, spec: EngineSpec, why: str) -> None:
+        """An engine died: what it kept paused goes on elsewhere, computed again."""
+        export = self._kept.pop(spec, None)
+        if export is not None:
+            self._router.unkeep(self._engine(spec))
+            self._later(self._rescue(export.requests, why))
+
+    async def readback(self) -> dict[str, Any]:
+        """What the engines say of themselves: lease and free blocks of each, from their ranks."""
+        engines = {}
+        for name, spec in self._specs.items():
+            engine = self._router.engines[name]
+            entry: dict[str, Any] = {"state": engine.state.value, "in_flight": len(engine.in_flight)}
+            if engine.state is EngineState.READY:
+                try:
+                    ranks = await self._pools.ask(spec, "kv_state", {})
+                    entry |= {"leased_blocks": len(ranks[0]["pages"]), "free_blocks": ranks[0]["free"]}
+                    entry["cached_tokens"] = ranks[0]["cached_tokens"]
+                except EngineCallError as error:
+                    entry["error"] = str(error)
+            engines[name] = entry
+        # An engine outside the layout has no more than its small lease: the layout is what the ranks can serve.
+        serving = [
+            name
+            for name, entry in engines.items()
+            if entry.get("leased_blocks", 0) > self._pools.settings.standby_blocks
+        ]
+        return {
+            "active": str(self._router.layout),
+            "serving": serving,
+            "switching_to": None if self._current is None else str(self._current.after),
+            "epoch": self._pools.epoch,
+            "kept": {str(spec): len(export.requests) for spec, export in self._kept.items()},
+            "engines": engines,
+        }
+
+    # The phases.
+
+    async def _run(self, switch: Switch) -> None:
+        router = self._router
+        with switch.phase("prepare"):
+            await self._prepare(switch)
+        switch.epoch = self._pools.begin_epoch()
+        exports: list[Export] = []
+        try:
+            with switch.phase("export"):
+                await self._export_all(switch, exports)
+            if switch.strategy is Strategy.KEEP:
+                arrivals: dict[EngineSpec, list[Arrival]] = {}
+            else:
+                with switch.phase("plan"):
+                    arrivals = self._plan(switch, exports)
+        except (SwitchRefusedError, NoRoomError) as error:
+            await self._roll_back(switch, exports)
+            raise SwitchRefusedError(f"layout {switch.before} stays: {error}") from error
+        with switch.phase("adopt"):
+            served = await self._adopt_all(switch, arrivals)
+        if not served:
+            await self._roll_back(switch, exports)
+            raise SwitchRefusedError(f"layout {switch.before} stays: {'; '.join(switch.failures)}")
+        if switch.strategy is Strategy.KEEP:
+            for export in exports:
+                if export.requests:
+                    switch.requests["kept"] += len(export.requests)
+                    self._kept[export.spec] = export
+                    router.keep(self._engine(export.spec), export.rids)
+        else:
+            await self._place_the_rest(switch, arrivals, served)
+        self._pools.activate(switch.after.engines)
+        router.activate(switch.after)
+        with switch.phase("release"):
+            gone = [export for export in exports if export.spec not in self._kept]
+            await asyncio.gather(*(self._release(switch, export) for export in gone))
+            await self._fill(switch.after.engines)
+
+    async def _prepare(self, switch: Switch) -> None:
+        """All that can be done, and refused, while everything serves."""
+        for spec in switch.entering:
+            state = self._engine(spec).state
+            if state is not EngineState.READY:
+                raise SwitchRefusedError(
+                    f"engine {spec} of layout {switch.after} is {state.value}; ask again when it is ready"
+                )
+        await asyncio.gather(*(self._map(spec) for spec in switch.entering))
+        names = [spec.name for spec in (*switch.leaving, *switch.entering)]
+        self._router.pause(names)
+        try:
+            await asyncio.wait_for(self._wait_for_what_stays(switch), self._drain_timeout_s)
+        except (TimeoutError, EngineCallError) as error:
+            self._router.activate(switch.before)
+            text = f"after {self._drain_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise SwitchRefusedError(
+                f"layout {switch.before} stays: requests that cannot be moved have not ended: {text}"
+            ) from error
+
+    async def _map(self, spec: EngineSpec) -> None:
+        """Let an engine map the KV regions of all GPUs, which it does once."""
+        wanted = (self._pools.deaths(spec), self._regions())
+        if self._mapped.get(spec) == wanted:
+            return
+        regions = {str(gpu): msgspec.to_builtins(handle) for gpu, handle in wanted[1].items()}
+        try:
+            await self._pools.ask(spec, "kv_map", {"regions": regions})
+        except EngineCallError as error:
+            raise SwitchRefusedError(str(error)) from error
+        self._mapped[spec] = wanted
+
+    async def _wait_for_what_stays(self, switch: Switch) -> None:
+        """Requests that cannot be moved, or by DRAIN all of them, end first, while they get no new neighbours."""
+        for spec in switch.leaving:
+            engine = self._engine(spec)
+            if switch.strategy is Strategy.DRAIN:
+                switch.requests["drained"] += len(engine.in_flight)
+                await self._router.ended(list(engine.in_flight))
+                continue
+            while engine.state is EngineState.READY and engine.in_flight:
+                try:
+                    answers = await self._handoff(spec, UnexportableCall(), UnexportableAnswer)
+                except EngineGoneError:
+                    break
+                if not answers[0].reasons:
+                    break
+                switch.requests["drained"] += len(answers[0].reasons)
+                logger.info("%s: %d requests cannot be moved and end first: %s", spec, *_reasons(answers[0].reasons))
+                await self._router.ended(answers[0].reasons)
+
+    async def _export_all(self, switch: Switch, exports: list[Export]) -> None:
+        """Add what all engines that leave hand out; an engine that is dead has nothing. Raises SwitchRefusedError."""
+        alive = [spec for spec in switch.leaving if self._engine(spec).state is EngineState.READY]
+        results = await asyncio.gather(*(self._export(switch, spec) for spec in alive), return_exceptions=True)
+        exports += [result for result in results if isinstance(result, Export)]
+        for spec, result in zip(alive, results, strict=True):
+            if isinstance(result, (CallRefusedError, SwitchRefusedError)):
+                raise SwitchRefusedError(str(result)) from result
+            if isinstance(result, EngineCallError):
+                switch.failures.append(f"{spec} died: {result}")
+            elif isinstance(result, BaseException):
+                raise result
+
+    async def _export(self, switch: Switch, spec: EngineSpec) -> Export:
+        deaths = self._pools.deaths(spec)
+        keep = self._pools.settings.standby_blocks
+        answers = await self._handoff(spec, ExportCall(switch.epoch, keep), ExportAnswer)
+        pages = [answer.exported for answer in answers]
+        self._pools.exported(spec, pages, [answer.given for answer in answers])
+        requests = tuple(answers[0].requests)
+        blocks = {request.rid: [answer.blocks[at] for answer in answers] for at, request in enumerate(requests)}
+        export = Export(spec, deaths, switch.epoch, requests, blocks, pages)
+        self._router.detach(self._engine(spec), export.rids)
+        if answers[0].staying:
+            await self._restore(export)
+            rid, reason = next(iter(answers[0].staying.items()))
+            raise SwitchRefusedError(f"{spec}: request {rid} cannot be moved: {reason}")
+        return export
+
+    def _plan(self, switch: Switch, exports: Sequence[Export]) -> dict[EngineSpec, list[Arrival]]:
+        """Where each request goes. Raises NoRoomError."""
+        by_rid = {request.rid: (request, export) for export in exports for request in export.requests}
+        movers = [
+            Mover(rid, tuple(export.spec.gpus), request.kv_tokens if self._lives(export) else 0, request.length)
+            for rid, (request, export) in by_rid.items()
+        ]
+        rooms = [self._room(spec) for spec in switch.entering]
+        strategy = Strategy.AUTO if switch.strategy is Strategy.DRAIN else switch.strategy
+        arrivals: dict[EngineSpec, list[Arrival]] = {spec: [] for spec in switch.entering}
+        for carriage in carry(movers, rooms, strategy, self._costs):
+            request, export = by_rid[carriage.rid]
+            arrivals[self._specs[carriage.engine]].append(self._arrival(switch, carriage, request, export))
+        return arrivals
+
+    def _arrival(self, switch: Switch, carriage: Carriage, request: CarriedRequest, export: Export) -> Arrival:
+        if carriage.migrate:
+            geometry = self._pools.settings.geometry
+            switch.requests["migrated"] += 1
+            switch.kv_tokens += request.kv_tokens
+            switch.kv_bytes += request.kv_tokens * geometry.planes * geometry.kv_heads * geometry.head_bytes
+            return Arrival(request, export)
+        if request.kv_tokens or request.recompute:
+            switch.requests["recomputed"] += 1
+            return Arrival(request.without_kv(), None)
+        switch.requests["waiting"] += 1
+        return Arrival(request, None)
+
+    def _room(self, spec: EngineSpec) -> Room:
+        engine = self._engine(spec)
+        return Room(
+            spec.name,
+            tuple(spec.gpus),
+            self._pools.available(spec),
+            self._pools.settings.geometry.tokens_per_block(spec.tp),
+            len(engine.in_flight),
+            sum(engine.in_flight.values()),
+        )
+
+    async def _adopt_all(self, switch: Switch, arrivals: Mapping[EngineSpec, Sequence[Arrival]]) -> list[EngineSpec]:
+        """Let every engine that enters take its requests up, those first that it had kept; returns those that did."""
+        results = await asyncio.gather(
+            *(self._enter(switch, spec, arrivals.get(spec, ())) for spec in switch.entering), return_exceptions=True
+        )
+        served = []
+        for spec, result in zip(switch.entering, results, strict=True):
+            if result is None:
+                served.append(spec)
+            elif isinstance(result, EngineCallError):
+                switch.failures.append(f"{spec} could not take its requests up: {result}")
+            elif isinstance(result, BaseException):
+                raise result
+        return served
+
+    async def _enter(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
+        # The lease grows with the first message, so that what was kept finds room for its next tokens.
+        await self._adopt(switch.epoch, spec, arrivals)
+        kept = self._kept.pop(spec, None)
+        if kept is None:
+            return
+        self._router.unkeep(self._engine(spec))
+        try:
+            switch.requests["resumed"] += len(await self._restore(kept))
+        except EngineCallError as error:
+            switch.failures.append(f"{spec} did not go on with what it had kept: {error}")
+            self._later(self._rescue(kept.requests, str(error)))
+
+    async def _adopt(self, epoch: int, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
+        """Reserve blocks, let the engine copy and take up, and note it in the ledgers.
+
+        Raises:
+            CallRefusedError: nothing has changed.
+            EngineCallError: the engine is gone, and what it had with it.
+        """
+        pools = self._pools
+        page = pools.settings.geometry.tokens_per_block(spec.tp)
+        try:
+            reserved = pools.reserve(spec, sum(-(-arrival.request.kv_tokens // page) for arrival in arrivals))
+        except LedgerError as error:
+            raise CallRefusedError(f"{spec}: {error}") from error
+        lent = pools.lend(spec, pools.available(spec))
+        blocks = deal(arrivals, page, reserved)
+        ticket = pools.begin_copy(copies_of(spec, arrivals, blocks))
+        deaths = pools.deaths(spec)
+        try:
+            answers = await self._handoff(spec, adopt_call(epoch, arrivals, blocks, lent), AdoptAnswer)
+        except EngineCallError as error:
+            if not isinstance(error, CallRefusedError):
+                await pools.gone(spec, deaths)
+            pools.end_copy(ticket)
+            if pools.deaths(spec) == deaths:
+                pools.refused(spec, reserved, lent)
+            raise
+        pools.end_copy(ticket)
+        pools.adopted(spec, reserved)
+        self._router.attach(self._engine(spec), answers[0].adopted)
+
+    async def _place_the_rest(
+        self, switch: Switch, arrivals: Mapping[EngineSpec, Sequence[Arrival]], served: Sequence[EngineSpec]
+    ) -> None:
+        """Requests of engines that could not take them up go to the others."""
+        left = [arrival.request for spec, group in arrivals.items() if spec not in served for arrival in group]
+        if left:
+            switch.requests["recomputed"] += len(left)
+            await self._readopt(left, served, "; ".join(switch.failures))
+
+    async def _release(self, switch: Switch, export: Export) -> None:
+        """Let an engine forget what lives elsewhere now."""
+        if not self._lives(export):
+            return
+        call = ReleaseCall(export.epoch, export.rids, self._pools.settings.standby_blocks)
+        try:
+            answers = await self._handoff(export.spec, call, ReleaseAnswer)
+        except EngineCallError as error:
+            switch.failures.append(f"{export.spec} died: {error}")
+            return
+        self._pools.released(export.spec, export.pages, [answer.given for answer in answers])
+
+    async def _fill(self, specs: Iterable[EngineSpec]) -> None:
+        for spec in specs:
+            if self._engine(spec).state is EngineState.READY:
+                try:
+                    await self._pools.fill(spec)
+                except EngineCallError as error:
+                    logger.error("%s did not get its blocks: %s", spec, error)
+
+    # Ways back.
+
+    async def _roll_back(self, switch: Switch, exports: Sequence[Export]) -> None:
+        """All requests go on where they were; those of engines that died meanwhile, on the others."""
+        lost: list[CarriedRequest] = []
+        for export in exports:
+            try:
+                await self._restore(export)
+            except EngineCallError as error:
+                switch.failures.append(f"{export.spec} did not take its requests back: {error}")
+                lost += export.requests
+        self._pools.activate(switch.before.engines)
+        alive = [spec for spec in switch.before.engines if self._engine(spec).state is EngineState.READY]
+        await self._readopt(lost, alive, "; ".join(switch.failures))
+        self._router.activate(switch.before)
+        self._later(self._fill(switch.before.engines))
+
+    async def _restore(self, export: Export) -> list[str]:
+        """Let an engine go on with what it holds; returns the ids. Raises EngineCallError."""
+        if not self._lives(export):
+            raise EngineGoneError(f"{export.spec} has died since it handed its requests out")
+        answers = await self._handoff(export.spec, RestoreCall(export.epoch), RestoreAnswer)
+        self._pools.restored(export.spec, export.pages)
+        engine = self._engine(export.spec)
+        there = [rid for rid in answers[0].restored if rid in self._router.moving.in_flight]
+        self._router.attach(engine, there)
+        for rid in set(answers[0].restored) - set(there):
+            # Given up while it was kept: its client has been answered, the engine does not know yet.
+            engine.send(wire.encode_abort(rid))
+        return there
+
+    async def _readopt(self, requests: Iterable[CarriedRequest], specs: Sequence[EngineSpec], why: str) -> None:
+        """Let requests whose KV is lost go on at other engines; those that none of them takes end with a 503."""
+        waiting = [request.without_kv() for request in requests if request.rid in self._router.moving.in_flight]
+        for spec in sorted(specs, key=lambda spec: len(self._engine(spec).in_flight)):
+            if not waiting:
+                return
+            try:
+                await self._adopt(self._pools.epoch, spec, [Arrival(request, None) for request in waiting])
+                return
+            except EngineCallError as error:
+                logger.error("%s could not take %d requests up: %s", spec, len(waiting), error)
+        self._router.fail(self._router.moving, [request.rid for request in waiting], f"no engine could go on: {why}")
+
+    async def _rescue(self, requests: Sequence[CarriedRequest], why: str) -> None:
+        engines = self._router.layout.engines
+        alive = [spec for spec in engines if self._engine(spec).state is EngineState.READY]
+        await self._readopt(requests, alive, why)
+
+    # The rest.
+
+    async def _handoff(self, spec: EngineSpec, call: HandoffCall, kind: type[Answer]) -> list[Answer]:
+        answers = await self._pools.ask(spec, "handoff", msgspec.to_builtins(call))
+        return [msgspec.convert(answer, kind) for answer in answers]
+
+    def _lives(self, export: Export) -> bool:
+        """Does the engine still hold what it handed out?"""
+        alive = self._engine(export.spec).state is EngineState.READY
+        return alive and self._pools.deaths(export.spec) == export.deaths
+
+    def _engine(self, spec: EngineSpec) -> Engine:
+        return self._router.engines[spec.name]
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _reasons(reasons: dict[str, str]) -> tuple[int, str]:
+    return len(reasons), "; ".join(sorted(set(reasons.values())))

@@ -1,0 +1,41 @@
+"""One decision for all ranks of an engine: what one of them cannot do, none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class OtherRankFailedError(RuntimeError):
+    """Another rank of the engine could not do its part; its own answer says why. This rank has done nothing."""
+
+
+def on_all_ranks(scheduler: Any, what: str, function: Callable[[], Result]) -> Result:
+    """`function()`, which changes nothing, on every rank of the engine at once.
+
+    Raises:
+        OtherRankFailedError: it has failed on another rank.
+        Exception: it has failed here.
+    """
+    failure: Exception | None = None
+    try:
+        result = function()
+    except Exception as error:  # noqa: BLE001 -- it is raised below, once the other ranks know
+        failure = error
+    if not _all_succeeded(scheduler, failure is None) and failure is None:
+        raise OtherRankFailedError(f"another rank of this engine failed to {what}; see its answer")
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _all_succeeded(scheduler: Any, success: bool) -> bool:
+    if scheduler.ps.tp_size == 1:
+        return success
+    flag = torch.tensor([int(success)])
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=scheduler.tp_cpu_group)
+    return bool(flag.item())

@@ -1,0 +1,173 @@
+"""The source of a move: requests are taken out and held, then forgotten or put back as they were.
+
+All of it happens inside the scheduler's dispatcher, on all ranks in the same iteration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_adapt.core.handoff import CarriedRequest, RequestKind
+from sglang_adapt.upstream.handoff import held as holder
+from sglang_adapt.upstream.handoff.agree import on_all_ranks
+from sglang_adapt.upstream.handoff.held import Held
+from sglang_adapt.upstream.handoff.pack import pack
+from sglang_adapt.upstream.handoff.quiesce import drain, put_back, requests_of, take
+from sglang_adapt.upstream.handoff.refusals import reason_to_stay
+from sglang_adapt.upstream.kv_lease import EngineLease
+
+
+class ExportError(RuntimeError):
+    """A request whose state is not what the move relies on; the text names it. Nothing was exported."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a rank hands out.
+
+    Attributes:
+        requests: messages, on rank 0 only.
+        blocks: for each request this rank's pages in token order.
+        pages: the pages that have left the lease, ascending.
+        staying: id to reason of what cannot be carried.
+    """
+
+    requests: list[CarriedRequest]
+    blocks: list[list[int]]
+    pages: list[int]
+    staying: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One request to hand out: its pages in token order, and how many of them, from the front, are the cache's."""
+
+    req: Any
+    kind: RequestKind
+    kv_tokens: int
+    pages: list[int]
+    cached: int
+
+
+def unexportable(scheduler: Any) -> dict[str, str]:
+    """Id to reason of each request that could not be carried now; changes nothing."""
+    reasons = {req.rid: reason_to_stay(req) for req in requests_of(scheduler)}
+    return {rid: reason for rid, reason in reasons.items() if reason is not None}
+
+
+def export(scheduler: Any, epoch: int) -> Export:
+    """Let the batch in flight end, then take out and hold every request that can be carried.
+
+    Outputs of the last batch are sent before this returns.
+
+    Raises:
+        ExportError: with all requests still running.
+        OtherRankFailedError: likewise.
+    """
+    drain(scheduler)
+    staying = unexportable(scheduler)
+    parts, requests = on_all_ranks(scheduler, "export", lambda: _hand_out(scheduler, staying))
+    pages = sorted(page for part in parts for page in part.pages[part.cached :])
+    EngineLease.of(scheduler).take_out(pages)
+    holder.hold(Held(epoch, take(scheduler, lambda req: req.rid not in staying), pages))
+    return Export(requests, [part.pages for part in parts], pages, staying)
+
+
+def release(scheduler: Any, held: Held, taken: set[str]) -> list[str]:
+    """Forget held requests: their slots and cache locks are freed, their pages stay out of the lease.
+
+    Args:
+        taken: ids of those that live elsewhere. The others must have been given up by their clients, who are told
+            here.
+
+    Returns:
+        ids that are in `taken` and were given up.
+
+    Raises:
+        ExportError: a request is neither taken nor given up: it would be lost. Nothing has changed.
+    """
+    lost = [req.rid for req in held.taken.all if req.rid not in taken | held.aborted]
+    if lost:
+        raise ExportError(
+            f"epoch {held.epoch} cannot be released: {len(lost)} held requests were taken by no engine, {lost[0]} "
+            f"among them; restore the epoch, or say who has them"
+        )
+    _tell_aborted(scheduler, held, held.aborted - taken)
+    for req in held.taken.with_kv:
+        if req.last_node is not None:
+            scheduler.tree_cache.dec_lock_ref(req.last_node)
+        scheduler.req_to_token_pool.free(req)
+        req.kv = None
+    holder.let_go()
+    return sorted(held.aborted & taken)
+
+
+def restore(scheduler: Any, held: Held) -> list[str]:
+    """Put held requests back as they were; those given up meanwhile are aborted as stock does. Returns the ids of the
+    others.
+
+    Raises:
+        LeaseError: a page is in the lease already: it was given to this engine again. Nothing has changed.
+        RuntimeError: see `put_back`.
+    """
+    from sglang.srt.managers.io_struct import AbortReq
+
+    lease = EngineLease.of(scheduler)
+    lease.bring_in(held.pages)
+    try:
+        put_back(scheduler, held.taken)
+    except RuntimeError:
+        lease.take_out(held.pages)
+        raise
+    holder.let_go()
+    for rid in sorted(held.aborted):
+        scheduler.abort_request(AbortReq(rid=rid))
+    return [req.rid for req in held.taken.all if req.rid not in held.aborted]
+
+
+def _hand_out(scheduler: Any, staying: dict[str, str]) -> tuple[list[_Part], list[CarriedRequest]]:
+    """All requests but those that stay, as parts and, on rank 0, as messages; in the order to take them up in."""
+    chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
+    waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+    parts = [
+        _part(scheduler, req, kind)
+        for kind, reqs in (
+            (RequestKind.RUNNING, scheduler.running_batch.reqs),
+            (RequestKind.PREFILLING, chunked),
+            (RequestKind.WAITING, waiting),
+        )
+        for req in reqs
+        if req.rid not in staying
+    ]
+    if scheduler.ps.tp_rank != 0:
+        return parts, []
+    return parts, [pack(part.req, part.kind, part.kv_tokens) for part in parts]
+
+
+def _part(scheduler: Any, req: Any, kind: RequestKind) -> _Part:
+    if kind is RequestKind.WAITING:
+        if req.kv is not None:
+            raise ExportError(f"request {req.rid} waits, but holds {req.kv.kv_allocated_len} tokens of KV")
+        return _Part(req, kind, 0, [], 0)
+    tokens = req.seqlen - 1 if kind is RequestKind.RUNNING else req.extend_range.end
+    if not tokens == req.kv_committed_len == req.kv.kv_allocated_len or req.inflight_middle_chunks:
+        raise ExportError(
+            f"request {req.rid} should be {kind} with {tokens} tokens of KV, but has {req.kv_committed_len} committed, "
+            f"{req.kv.kv_allocated_len} allocated and {req.inflight_middle_chunks} chunks in flight"
+        )
+    size = scheduler.page_size
+    row = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, :tokens:size]
+    pages = torch.div(row, size, rounding_mode="floor").tolist()
+    return _Part(req, kind, tokens, pages, req.cache_protected_len // size)
+
+
+def _tell_aborted(scheduler: Any, held: Held, rids: set[str]) -> None:
+    """Answer the aborts of requests that end here, as stock does for those in its queues."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    for req in held.taken.all:
+        if req.rid in rids:
+            scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)

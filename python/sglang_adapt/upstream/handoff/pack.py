@@ -1,0 +1,83 @@
+"""One request as a message, and back: what is carried of it is pickled, the rest is made by the engine that adopts."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_adapt.core.handoff import CarriedRequest, RequestKind
+from sglang_adapt.upstream.handoff.state import CARRIED
+
+
+class UnpackError(RuntimeError):
+    """A carried request that this engine cannot take up; the text names the request and what is wrong."""
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """The pickle's content.
+
+    Attributes:
+        attributes: values of CARRIED, less the sampling parameters' way back to the request.
+        clocks: the numbers of its `time_stats`. Stock's own pickle drops them; they are readings of a clock that all
+            processes of a machine share.
+        has_grammar: it was being decoded under a grammar.
+    """
+
+    attributes: dict[str, Any]
+    clocks: dict[str, float]
+    has_grammar: bool
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A request of this engine, without slot, KV or grammar, and what it came with."""
+
+    req: Any
+    carried: CarriedRequest
+    has_grammar: bool
+
+
+def pack(req: Any, kind: RequestKind, kv_tokens: int) -> CarriedRequest:
+    """The message of one request of stock's (`Req`); changes nothing."""
+    attributes = {name: value for name, value in vars(req).items() if name in CARRIED}
+    params = attributes["sampling_params"] = copy.copy(req.sampling_params)
+    if isinstance(params.custom_params, dict):
+        params.custom_params = {key: value for key, value in params.custom_params.items() if key != "__req__"}
+    clocks = {name: value for name, value in vars(req.time_stats).items() if type(value) in (int, float)}
+    state = pickle.dumps(_Packed(attributes, clocks, req.grammar is not None), protocol=pickle.HIGHEST_PROTOCOL)
+    most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+    return CarriedRequest(req.rid, kind, kv_tokens, req.seqlen, most, req.priority, state)
+
+
+def unpack(carried: CarriedRequest, scheduler: Any) -> Unpacked:
+    """A request of `scheduler` from its message.
+
+    Raises:
+        UnpackError: the state is not that of a request, or of another one.
+    """
+    from sglang.srt.managers.schedule_batch import Req
+
+    try:
+        packed = pickle.loads(carried.state)
+    except Exception as error:
+        raise UnpackError(
+            f"request {carried.rid}: its state cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(packed, _Packed) or packed.attributes["rid"] != carried.rid:
+        raise UnpackError(f"request {carried.rid}: its state is not that of this request")
+    attributes = dict(packed.attributes)
+    req = Req(
+        carried.rid,
+        "",
+        attributes["origin_input_ids"],
+        attributes.pop("sampling_params"),
+        disagg_mode=scheduler.disaggregation_mode,
+        metrics_collector=scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None,
+    )
+    vars(req).update(attributes)
+    vars(req.time_stats).update(packed.clocks)
+    req.tokenizer = scheduler.tokenizer
+    return Unpacked(req, carried, packed.has_grammar)

@@ -1,0 +1,11 @@
+"""What a rank's process needs, before its scheduler is built, so that its requests can move to other engines."""
+
+from __future__ import annotations
+
+from sglang_adapt.upstream.handoff.held import HELD_PATCHES
+from sglang_adapt.upstream.patch import Patch
+from sglang_adapt.upstream.penalties import PENALTY_PATCHES
+from sglang_adapt.upstream.seeds import SEED_PATCHES
+
+HANDOFF_PATCHES: tuple[type[Patch], ...] = HELD_PATCHES + PENALTY_PATCHES + SEED_PATCHES
+"""Requests on the move are not lost to stock's bookkeeping, and what they sample does not depend on their engine."""

@@ -1,0 +1,192 @@
+"""Parts of the hand-over that need stock sglang but no engine; run in processes that have it loaded."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import types
+from array import array
+from typing import Any
+
+import torch
+
+from sglang_adapt.core.handoff import CarriedRequest, RequestKind
+
+
+def request(rid: str = "r", prompt: int = 5, output: int = 0, **params: Any) -> Any:
+    """A request of stock's with random tokens, different for each `rid`."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    rng = random.Random(rid)
+    req = Req(rid, "", array("q", [rng.randrange(50) for _ in range(prompt)]), SamplingParams(**params))
+    req.output_ids.extend(rng.randrange(50) for _ in range(output))
+    return req
+
+
+def scheduler() -> Any:
+    """What `unpack` reads of a scheduler."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    return types.SimpleNamespace(
+        disaggregation_mode=DisaggregationMode.NULL,
+        metrics_collector=None,
+        metrics_reporter=types.SimpleNamespace(enable_metrics=False),
+        tokenizer="the adopting engine's",
+    )
+
+
+def check_attributes() -> None:
+    from sglang_adapt.upstream.handoff.state import check_req_attributes
+
+    check_req_attributes()
+
+
+def check_changed_attributes() -> None:
+    """A stock whose requests have one attribute more and one less."""
+    from sglang_adapt.upstream.handoff import state
+
+    changed = request()
+    changed.brand_new = 1
+    del changed.surr_offset
+    state.new_req = lambda: changed  # type: ignore[assignment]
+    state.check_req_attributes()
+
+
+def lists_are_used() -> tuple[list[str], list[str]]:
+    """Attributes that come through a pickle with another value than a new request's, and those that do not.
+
+    Every attribute of CARRIED is given a value of its own first, every one of REBUILT one that must not arrive.
+    """
+    from sglang_adapt.upstream.handoff.pack import pack, unpack
+    from sglang_adapt.upstream.handoff.state import CARRIED, REBUILT
+
+    req = request(output=3)
+    special = {"rid", "origin_input_ids", "output_ids", "sampling_params", "logprob"}
+    for name in CARRIED - special:
+        setattr(req, name, f"value of {name}")
+    for name in REBUILT - {"time_stats", "grammar"}:
+        setattr(req, name, "must not arrive")
+    req.priority = 4
+    there = unpack(pack(req, RequestKind.WAITING, 0), scheduler()).req
+    arrived = [name for name in CARRIED if name not in special and getattr(there, name) == getattr(req, name)]
+    leaked = [name for name in REBUILT if getattr(there, name) == "must not arrive"]
+    return sorted(CARRIED - special - set(arrived)), leaked
+
+
+def packed_details() -> dict[str, Any]:
+    """What becomes of tokens, clocks, custom parameters and aliases."""
+    from sglang_adapt.upstream.handoff.pack import pack, unpack
+
+    req = request(output=3, max_new_tokens=20, custom_params={"budget": 3})
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    req.time_stats.forward_entry_time = 12.5
+    req.priority = 4
+    carried = pack(req, RequestKind.RUNNING, 7)
+    unpacked = unpack(carried, scheduler())
+    there = unpacked.req
+    return {
+        "same tokens": (there.origin_input_ids, there.output_ids) == (req.origin_input_ids, req.output_ids),
+        "alias": there.full_untruncated_fill_ids is there.origin_input_ids,
+        "clock": there.time_stats.forward_entry_time,
+        "budget": there.sampling_params.custom_params["budget"],
+        "way back": there.sampling_params.custom_params["__req__"] is there,
+        "source unchanged": req.sampling_params.custom_params["__req__"] is req,
+        "tokenizer": there.tokenizer,
+        "grammar": unpacked.has_grammar,
+        "message": (carried.rid, carried.kv_tokens, carried.length, carried.most_tokens, carried.priority),
+    }
+
+
+def unpack_bytes(state: bytes) -> None:
+    from sglang_adapt.upstream.handoff.pack import unpack
+
+    unpack(CarriedRequest("r", RequestKind.WAITING, 0, 5, 9, None, state), scheduler())
+
+
+def unpack_another() -> None:
+    from sglang_adapt.upstream.handoff.pack import pack
+
+    unpack_bytes(pack(request("other"), RequestKind.WAITING, 0).state)
+
+
+def unpack_a_dict() -> None:
+    unpack_bytes(pickle.dumps({"rid": "r"}))
+
+
+def reasons() -> dict[str, str | None]:
+    """The reason to stay of a plain request, and of one for each way to be refused."""
+    from sglang_adapt.upstream.handoff.refusals import reason_to_stay
+
+    found = {"plain": reason_to_stay(request(output=2))}
+    for name, value in (
+        ("session", object()),
+        ("lora_id", "adapter"),
+        ("multimodal_inputs", object()),
+        ("mamba_pool_idx", torch.tensor(1)),
+        ("return_routed_experts", True),
+        ("dllm_config", object()),
+        ("bootstrap_room", 3),
+        ("spec_verify_ct", 1),
+        ("unheard_of", None),
+    ):
+        req = request()
+        setattr(req, name, value)
+        found[name] = reason_to_stay(req)
+    return found
+
+
+def _batch(reqs: list[Any], overlap: bool) -> Any:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    batch = ScheduleBatch(reqs=reqs, device="cpu", enable_overlap=overlap)
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, 50)
+    return batch
+
+
+def _penalties(batch: Any) -> dict[str, Any]:
+    """Every tensor of every penalizer."""
+    return {
+        f"{kind.__name__}.{name}": value
+        for kind, penalizer in batch.sampling_info.penalizer_orchestrator.penalizers.items()
+        for name, value in vars(penalizer).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def penalties_by_steps_and_at_once(overlap: bool, results_lag: list[bool]) -> dict[str, bool]:
+    """Whether each penalty tensor is the same (a) counted step by step, with the results of each step known before
+    the next or not, as `results_lag` says, and (b) counted at once for a batch of requests that have the tokens."""
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_adapt.demo import demo_model_path
+    from sglang_adapt.upstream.patch import PATCHES
+    from sglang_adapt.upstream.penalties import PENALTY_PATCHES
+
+    PATCHES.apply(*PENALTY_PATCHES)
+    publish(ServerArgs(model_path=str(demo_model_path()), device="cpu"), role="scheduler")
+    params = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.25, "min_new_tokens": 3}
+    tokenizer = types.SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
+    full = [request(f"q{row}", prompt=4 + row, output=len(results_lag) + 1, **params) for row in range(3)]
+    stepped = [request(f"q{row}", prompt=4 + row, **params) for row in range(3)]
+    for req in (*full, *stepped):
+        req.tokenizer = tokenizer
+    for req in stepped:
+        req.kv_committed_len = len(req.origin_input_ids)
+    by_steps = _batch(stepped, overlap)
+    for step, lag in enumerate(results_lag, start=1):
+        for req, whole in zip(stepped, full, strict=True):
+            known = step - 1 if lag and overlap else step
+            del req.output_ids[:]
+            req.output_ids.extend(whole.output_ids[:known])
+        by_steps.cumulate_penalty_output_tokens()
+        for req in stepped:
+            req.kv_committed_len += 1
+    for req in full:
+        req.kv_committed_len = len(req.origin_input_ids) + len(results_lag)
+    at_once = _penalties(_batch(full, overlap))
+    steps = _penalties(by_steps)
+    assert steps.keys() == at_once.keys()
+    return {name: torch.allclose(steps[name], at_once[name]) for name in steps}

@@ -1,0 +1,65 @@
+"""The messages of a hand-over: they survive the wire as they are, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from sglang_adapt.core import handoff as messages
+from sglang_adapt.core.handoff import CarriedRequest, RequestKind
+
+REQUESTS = [
+    CarriedRequest("a", RequestKind.RUNNING, 17, 18, 60, None, bytes(range(256))),
+    CarriedRequest("b", RequestKind.PREFILLING, 32, 700, 712, -3, b""),
+    CarriedRequest("c", RequestKind.WAITING, 0, 50, 62, 7, b"\x80\x05"),
+]
+CALLS = [
+    messages.ExportCall(3),
+    messages.AdoptCall(3, REQUESTS, [[[5, 2, 9], [4], []], [[1, 2, 3], [7], []]], ["c"]),
+    messages.ReleaseCall(3, ["a", "b"]),
+    messages.RestoreCall(3),
+    messages.AbortHeldCall(3, "a", abort_all=True),
+    messages.UnexportableCall(),
+]
+ANSWERS = [
+    messages.ExportAnswer(3, REQUESTS, [[5, 2, 9], [4], []], [2, 4, 9], {"d": "it uses a LoRA adapter"}),
+    messages.AdoptAnswer(3, ["a", "b"], ["a"], [1, 2, 3, 7]),
+    messages.ReleaseAnswer(3, [2, 4, 9], ["b"]),
+    messages.RestoreAnswer(3, ["a"], [2, 4, 9]),
+    messages.AbortHeldAnswer(3, ["a"]),
+    messages.UnexportableAnswer({"d": "it belongs to a session"}),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: type(call).__name__)
+def test_a_call_comes_through(call: messages.HandoffCall) -> None:
+    data = messages.encode(call)
+    assert messages.decode_call(data) == call
+    assert isinstance(json.loads(data.decode()), dict), "a control channel may carry it as text"
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_an_answer_comes_through(answer: messages.HandoffAnswer) -> None:
+    assert messages.decode_answer(messages.encode(answer), type(answer)) == answer
+
+
+def test_every_message_is_in_a_list() -> None:
+    """So that a new message cannot be left out of the tests above."""
+    assert {type(call) for call in CALLS} == set(messages.HandoffCall.__args__)
+    assert {type(answer) for answer in ANSWERS} == set(messages.HandoffAnswer.__args__)
+
+
+def test_an_answer_of_another_kind_is_refused() -> None:
+    data = messages.encode(messages.AbortHeldAnswer(3, []))
+    with pytest.raises(msgspec.ValidationError, match="AbortHeldAnswer came where RestoreAnswer was expected"):
+        messages.decode_answer(data, messages.RestoreAnswer)
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"type": "ExportAnswer"}', b'{"type": "ExportCall"}', b'{"type": "ExportCall", "epoch": "3"}', b"{}"]
+)
+def test_what_is_no_call_is_refused(data: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        messages.decode_call(data)

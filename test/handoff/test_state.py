@@ -1,0 +1,84 @@
+"""What of a request is carried, rebuilt or refused, and that penalties follow the tokens alone."""
+
+from __future__ import annotations
+
+import multiprocessing.context
+
+import handoff_children as children
+import pytest
+from weights_engines import forkserver, in_child
+
+
+@pytest.fixture(scope="module")
+def context() -> multiprocessing.context.ForkServerContext:
+    return forkserver()
+
+
+def test_the_lists_name_every_attribute_of_this_sglang(context: multiprocessing.context.ForkServerContext) -> None:
+    in_child(context, children.check_attributes)
+
+
+def test_other_attributes_stop_the_start(context: multiprocessing.context.ForkServerContext) -> None:
+    with pytest.raises(RuntimeError, match=r"UnknownReqStateError.*unknown: brand_new; gone: surr_offset"):
+        in_child(context, children.check_changed_attributes)
+
+
+def test_carried_attributes_arrive_and_rebuilt_ones_do_not(
+    context: multiprocessing.context.ForkServerContext,
+) -> None:
+    assert in_child(context, children.lists_are_used) == ([], [])
+
+
+def test_a_request_comes_through_its_message(context: multiprocessing.context.ForkServerContext) -> None:
+    assert in_child(context, children.packed_details) == {
+        "same tokens": True,
+        "alias": True,
+        "clock": 12.5,
+        "budget": 3,
+        "way back": True,
+        "source unchanged": True,
+        "tokenizer": "the adopting engine's",
+        "grammar": False,
+        "message": ("r", 7, 8, 25, 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "text"),
+    [
+        (children.unpack_bytes, (b"no pickle",), r"UnpackError: request r: its state cannot be read"),
+        (children.unpack_another, (), r"UnpackError: request r: its state is not that of this request"),
+        (children.unpack_a_dict, (), r"UnpackError: request r: its state is not that of this request"),
+    ],
+)
+def test_states_that_are_none_are_refused(
+    context: multiprocessing.context.ForkServerContext, function: object, args: tuple[bytes, ...], text: str
+) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        in_child(context, function, *args)  # type: ignore[arg-type]
+
+
+def test_reasons_to_stay(context: multiprocessing.context.ForkServerContext) -> None:
+    reasons = in_child(context, children.reasons)
+    assert reasons.pop("plain") is None
+    assert reasons == {
+        "session": "it belongs to a session",
+        "lora_id": "it uses a LoRA adapter",
+        "multimodal_inputs": "it has multimodal inputs",
+        "mamba_pool_idx": "it has Mamba state",
+        "return_routed_experts": "it returns routed experts, which are captured by slot",
+        "dllm_config": "it is for a diffusion model",
+        "bootstrap_room": "it is split between a prefill and a decode server",
+        "spec_verify_ct": "it was decoded speculatively",
+        "unheard_of": "its attribute unheard_of is not known",
+    }
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("lag", [[True] * 6, [False] * 6, [True, False, False, True, False, True], [True]])
+def test_penalties_are_the_same_by_steps_and_at_once(
+    context: multiprocessing.context.ForkServerContext, overlap: bool, lag: list[bool]
+) -> None:
+    same = in_child(context, children.penalties_by_steps_and_at_once, overlap, lag)
+    assert len(same) >= 8
+    assert all(same.values()), same

@@ -1,0 +1,149 @@
+"""Calls to engines: what comes of an answer, a refusal, a disagreement, silence and a death."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import zmq
+from router_fakes import World
+from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+
+from sglang_adapt.core.messages import EngineCall, EngineReply, RankAnswer
+from sglang_adapt.engine.control import EngineControl
+from sglang_adapt.kv.adaptor import LeaseError
+from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineCalls, EngineGoneError
+from sglang_adapt.upstream import wire
+
+
+class Engine:
+    """An engine's input, read by hand."""
+
+    def __init__(self) -> None:
+        self.sent: list[EngineCall] = []
+        self.connected = True
+        self.calls = EngineCalls(self.send)
+
+    def send(self, name: str, data: bytes) -> None:
+        if not self.connected:
+            raise zmq.Again
+        call = wire.call_of(msgpack_decode(data))
+        assert call is not None
+        self.sent.append(call)
+
+    def reply(self, *ranks: RankAnswer, name: str = "tp2@0-1", epoch: int | None = None) -> None:
+        call = self.sent[-1]
+        reply = EngineReply(call.id, call.epoch if epoch is None else epoch, list(ranks))
+        self.calls.on_reply(name, msgpack_encode(wire.reply_message(reply)))
+
+
+OK = RankAnswer(answer={"pages": [1, 2]})
+NO = RankAnswer(error="CannotShrinkError: too many")
+
+
+def asking(then: Callable[[Engine], Any], timeout_s: float = 20) -> list[dict[str, Any]]:
+    """Call an engine; `then` runs once the call is sent."""
+
+    async def main() -> list[dict[str, Any]]:
+        engine = Engine()
+        call: Awaitable[list[dict[str, Any]]] = engine.calls.call("tp2@0-1", "kv_give_back", {"count": 2}, 7, timeout_s)
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(0)
+        assert engine.sent == [EngineCall(1, 7, "kv_give_back", {"count": 2})]
+        then(engine)
+        answers = await task
+        assert not engine.calls._open
+        return answers
+
+    return asyncio.run(main())
+
+
+def test_the_answers_of_all_ranks_come_back() -> None:
+    assert asking(lambda engine: engine.reply(OK, RankAnswer())) == [{"pages": [1, 2]}, {}]
+
+
+def test_a_refusal_of_all_ranks_leaves_everything_as_it_was() -> None:
+    with pytest.raises(CallRefusedError, match="kv_give_back was refused: rank 0: CannotShrinkError: too many"):
+        asking(lambda engine: engine.reply(NO, NO))
+
+
+def test_ranks_that_differ_break_the_engine() -> None:
+    with pytest.raises(CallBrokenError, match="only some ranks did kv_give_back: rank 1: CannotShrinkError"):
+        asking(lambda engine: engine.reply(OK, NO))
+
+
+def test_silence_breaks_the_engine() -> None:
+    with pytest.raises(CallBrokenError, match=r"kv_give_back was not answered within 0.01 s"):
+        asking(lambda engine: None, timeout_s=0.01)
+
+
+def test_a_death_ends_the_call() -> None:
+    with pytest.raises(EngineGoneError, match="not answered: rank 0 ended"):
+        asking(lambda engine: engine.calls.engine_lost("tp2@0-1", "rank 0 ended"))
+
+
+def test_replies_of_another_engine_or_epoch_do_not_count() -> None:
+    def then(engine: Engine) -> None:
+        engine.reply(NO, NO, name="tp1@0")
+        engine.reply(NO, NO, epoch=6)
+        engine.calls.engine_lost("tp1@0", "another engine's end")
+        engine.reply(OK, OK)
+        engine.reply(NO, NO)
+
+    assert asking(then) == [{"pages": [1, 2]}, {"pages": [1, 2]}]
+
+
+def test_an_engine_without_a_connection() -> None:
+    async def main() -> None:
+        engine = Engine()
+        engine.connected = False
+        with pytest.raises(EngineGoneError, match="kv_state was not sent"):
+            await engine.calls.call("tp1@0", "kv_state", {}, 0)
+        assert not engine.calls._open
+
+    asyncio.run(main())
+
+
+def test_replies_do_not_reach_the_front() -> None:
+    world = World().warm()
+    reply = wire.reply_message(EngineReply(3, 0, [OK]))
+    world.reply("tp1@0", reply)
+    assert world.tokenizer == []
+    assert [(name, wire.reply_of(data).id) for name, data in world.replied] == [("tp1@0", 3)]
+
+
+# The ranks' side.
+
+
+def refuse(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
+    raise LeaseError("page 0 cannot be leased")
+
+
+def fail(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
+    raise ZeroDivisionError
+
+
+CONTROL = {"echo": lambda scheduler, rank, payload: {"rank": rank, **payload}, "refuse": refuse, "fail": fail}
+
+
+def test_a_rank_does_what_it_is_called_for() -> None:
+    control = EngineControl(CONTROL)
+    assert control(None, 1, EngineCall(1, 0, "echo", {"x": 5})) == RankAnswer(answer={"rank": 1, "x": 5})
+    assert control(None, 0, EngineCall(2, 0, "refuse", {})) == RankAnswer(error="LeaseError: page 0 cannot be leased")
+    unknown = control(None, 0, EngineCall(3, 0, "sing", {}))
+    assert unknown == RankAnswer(error="nothing is called 'sing'; there is echo, refuse, fail")
+
+
+def test_a_rank_refuses_a_call_of_an_earlier_epoch() -> None:
+    control = EngineControl(CONTROL)
+    assert control(None, 0, EngineCall(1, 4, "echo", {})).error is None
+    assert control(None, 0, EngineCall(2, 4, "echo", {})).error is None
+    stale = control(None, 0, EngineCall(3, 3, "echo", {}))
+    assert stale.error == "echo of epoch 3 came after a call of epoch 4; it is refused"
+
+
+def test_an_unexpected_error_ends_the_rank() -> None:
+    with pytest.raises(ZeroDivisionError):
+        EngineControl(CONTROL)(None, 0, EngineCall(1, 0, "fail", {}))

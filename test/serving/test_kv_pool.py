@@ -1,0 +1,81 @@
+"""The server's KV pools: who has which blocks, more work than fits at once, requests that never fit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from server import Server
+
+pytestmark = pytest.mark.engine
+
+BLOCKS = 64
+TOKENS = 16 * BLOCKS
+STANDBY = 3
+BODY = {"text": "Once upon a time", "sampling_params": {"temperature": 0, "max_new_tokens": 12}}
+
+
+@pytest.fixture(scope="module")
+def small(start: Callable[..., Server]) -> Server:
+    """One engine at TP 2, idle ones at TP 1, and a small pool."""
+    pool = ("--max-total-tokens", str(TOKENS), "--page-size", "16")
+    return start("small", "--adapt-virtual-gpus", "2", "--adapt-layout", "tp2@0-1", *pool)
+
+
+def engines(server: Server) -> dict[str, dict[str, Any]]:
+    return {e["name"]: e for e in httpx.get(f"{server.url}/adapt/engines", timeout=10).json()["engines"]}
+
+
+def blocks(server: Server) -> dict[str, tuple[int, int]]:
+    return {name: (engine["leased_blocks"], engine["free_blocks"]) for name, engine in engines(server).items()}
+
+
+def generate(server: Server, tokens: int, new: int) -> httpx.Response:
+    body = {"input_ids": [7 + i % 500 for i in range(tokens)], "sampling_params": {"max_new_tokens": new}}
+    body["sampling_params"] |= {"temperature": 0, "ignore_eos": True}
+    return httpx.post(f"{server.url}/generate", json=body, timeout=120)
+
+
+LEASES = {"tp1@0": (STANDBY, 0), "tp1@1": (STANDBY, 0), "tp2@0-1": (BLOCKS, 0)}
+
+
+def test_the_layout_has_all_blocks(small: Server) -> None:
+    assert blocks(small) == LEASES
+
+
+def test_a_request_longer_than_a_gpu_holds_is_refused_at_every_tp_size(small: Server) -> None:
+    refused = generate(small, TOKENS + 8, 4)
+    assert refused.status_code == 400
+    assert f"exceeds the maximum allowed length ({TOKENS - 32 - 5} tokens)" in refused.text
+    longest = generate(small, TOKENS - 32 - 6, 4)
+    assert longest.status_code == 200
+    assert longest.json()["meta_info"]["completion_tokens"] == 4
+
+
+def test_more_requests_than_fit_at_once_wait_and_end(small: Server) -> None:
+    """Eight of 700 tokens in a pool of 2048 at TP 2."""
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: generate(small, 600 + i, 100), range(8)))
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert {answer.json()["meta_info"]["completion_tokens"] for answer in answers} == {100}
+
+
+@pytest.mark.parametrize("name", ["tp2@0-1", "tp1@1"])
+def test_a_killed_engine_has_its_blocks_again_and_serves(small: Server, name: str) -> None:
+    before = httpx.post(f"{small.url}/generate", json=BODY, timeout=60).json()["output_ids"]
+    restarts = engines(small)[name]["restarts"]
+    os.kill(engines(small)[name]["pids"][0], signal.SIGKILL)
+    started = time.monotonic()
+    while not (engines(small)[name]["restarts"] > restarts and engines(small)[name]["state"] == "ready"):
+        assert time.monotonic() - started < 60, "the engine is not back within 60 s"
+        time.sleep(0.05)
+    assert blocks(small) == LEASES
+    after = httpx.post(f"{small.url}/generate", json=BODY, timeout=60).json()["output_ids"]
+    assert after == before

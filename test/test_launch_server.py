@@ -1,0 +1,41 @@
+"""The first process, as far as it goes without an engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+COMMAND = [sys.executable, "-m", "sglang_adapt.launch_server", "--port", "41098"]
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_while_sglang_is_being_loaded(sig: signal.Signals) -> None:
+    """Ctrl-C goes to the whole foreground group, so also to what is importing."""
+    # pytest's own folders are too deep for unix sockets.
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "TMPDIR": folder}
+        with subprocess.Popen(COMMAND, stderr=pipe, text=True, env=environment, start_new_session=True) as server:
+            deadline = time.monotonic() + 30
+            while not is_importing(server.pid):
+                assert server.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            os.killpg(server.pid, sig)
+            _, text = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert "Traceback" not in text
+        assert not list(Path(folder).iterdir())
+
+
+def is_importing(pid: int) -> bool:
+    """Has the server's first process started its forkserver?"""
+    return any("forkserver" in " ".join(process.cmdline()) for process in psutil.Process(pid).children(recursive=True))
