@@ -39,3 +39,15 @@ def test_stopped_while_sglang_is_being_loaded(sig: signal.Signals) -> None:
 def is_importing(pid: int) -> bool:
     """Has the server's first process started its forkserver?"""
     return any("forkserver" in " ".join(process.cmdline()) for process in psutil.Process(pid).children(recursive=True))
+
+
+def test_a_temporary_folder_too_deep_for_sockets() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        deep = Path(folder, "d" * 90)
+        deep.mkdir()
+        done = subprocess.run(
+            COMMAND, capture_output=True, text=True, timeout=30, check=False, env={**os.environ, "TMPDIR": str(deep)}
+        )
+    assert done.returncode == 2
+    assert "set TMPDIR to a shorter folder" in done.stderr
+    assert "Traceback" not in done.stderr

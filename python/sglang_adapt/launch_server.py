@@ -49,7 +49,11 @@ def _run(argv: list[str], start_method: str) -> int:
     from sglang_adapt.front.process import front_main
 
     adopt_orphans()
-    run_dir = make_run_dir()
+    try:
+        run_dir = make_run_dir()
+    except OSError as error:
+        print(f"error: the run's folder for sockets cannot be made: {error}", file=sys.stderr)
+        return EXIT_USAGE
     try:
         os.environ.update(STOCK_ENVIRONMENT)
         context: ForkServerContext | SpawnContext

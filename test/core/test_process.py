@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_adapt.core import process
+from sglang_adapt.core.process import sweep_run_dirs
 
 
 @pytest.fixture
@@ -116,3 +117,22 @@ def test_semaphores_of_killed_processes_are_removed(tmp_path: Path) -> None:
     script.write_text(_TRACKED)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_sweep_leaves_alone_what_is_not_a_dead_run_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "sglang_adapt-gone"
+    gone.symlink_to(tmp_path / "removed-meanwhile")
+    new = tmp_path / "sglang_adapt-new"
+    new.mkdir()
+    other = tmp_path / "sglang_adapt-other"
+    other.mkdir()
+    (other / "lock").touch()
+    opened: list[Path] = []
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    monkeypatch.setattr(Path, "is_file", lambda path: opened.append(path))
+    assert sweep_run_dirs(tmp_path) == []
+    assert opened == []
+    monkeypatch.undo()
+    assert sweep_run_dirs(tmp_path) == [other]
+    assert new.is_dir()

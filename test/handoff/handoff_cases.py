@@ -84,8 +84,15 @@ def start(node: Node, engines: Sequence[str], tokens: int) -> None:
     node.pump_tokens(list(first), tokens)
     for rid, asked in late().items():
         node.send(engines[0], rid, asked)
-    while not node.engines[engines[0]].call("is_prefilling")[0]:
-        pass
+    wait_for_a_chunk(node, engines[0])
+
+
+def wait_for_a_chunk(node: Node, engine: str) -> None:
+    """Returns when the engine has read a part of a prompt and has more to read."""
+    for _ in range(1000):
+        if node.engines[engine].call("is_prefilling")[0]:
+            return
+    raise TimeoutError(f"{engine} does not begin with the long prompt")
 
 
 def unswitched(node: Node, engine: str) -> dict[str, Stream]:
@@ -258,6 +265,29 @@ def some_stay(node: Node, source: str, dest: str, back: bool) -> tuple[dict[str,
     return done, reasons
 
 
+def into_a_busy_engine(node: Node, source: str, dest: str) -> dict[str, Stream]:
+    """Requests join an engine that is decoding others, and reading a long prompt of its own."""
+    node.lease_all([dest], 330)
+    node.lease_all([source])
+    first = running(node)
+    for index, (rid, asked) in enumerate(first.items()):
+        node.send((source, dest)[index % 2], rid, asked)
+    node.pump_tokens(list(first), 6)
+    for rid, asked in late().items():
+        node.send(dest if rid == "long" else source, rid, asked)
+    wait_for_a_chunk(node, dest)
+    exported = node.export([source])
+    node.take_back([source])
+    call = node.place(exported, dest, {request.rid for request in exported[source][0].requests})
+    node.lease_all([dest])
+    node.release(source, node.adopt(dest, call)[0].adopted)
+    node.take_back([source])
+    done = node.finish()
+    node.check_idle()
+    node.take_back([dest])
+    return done
+
+
 def wrong_messages(node: Node, source: str, dest: str) -> tuple[dict[str, Stream], dict[str, str]]:
     """Messages that are stale, or come twice, or would lose a request; returns streams and what was said to each."""
     said: dict[str, str] = {}
@@ -300,8 +330,8 @@ def wrong_messages(node: Node, source: str, dest: str) -> tuple[dict[str, Stream
 def many_switches(node: Node, layouts: list[list[str]], rounds: int, seed: int) -> tuple[list[dict[str, str]], int]:
     """Requests of all kinds at random times under a switch after every few tokens; returns differences, and tokens."""
     rng = random.Random(seed)
-    asked = running(node) | late()
     want = unswitched(node, layouts[0][0])
+    asked = everything(node)
     wrong, total, layout = [], 0, layouts[0]
     node.lease_all(layout)
     for _ in range(rounds):

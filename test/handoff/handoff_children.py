@@ -155,9 +155,9 @@ def _penalties(batch: Any) -> dict[str, Any]:
     }
 
 
-def penalties_by_steps_and_at_once(overlap: bool, results_lag: list[bool]) -> dict[str, bool]:
-    """Whether each penalty tensor is the same (a) counted step by step, with the results of each step known before
-    the next or not, as `results_lag` says, and (b) counted at once for a batch of requests that have the tokens."""
+def penalties_by_steps_and_at_once(overlap: bool, lags: list[list[bool]]) -> list[dict[str, bool]]:
+    """For each of `lags`, whether each penalty tensor is the same (a) counted step by step, with the results of a
+    step unknown before the next where its entry says so, and (b) counted at once for requests that have the tokens."""
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
@@ -167,26 +167,40 @@ def penalties_by_steps_and_at_once(overlap: bool, results_lag: list[bool]) -> di
 
     PATCHES.apply(*PENALTY_PATCHES)
     publish(ServerArgs(model_path=str(demo_model_path()), device="cpu"), role="scheduler")
+    found = []
+    for lag in lags:
+        steps, at_once = _by_steps(overlap, lag), _at_once(overlap, len(lag))
+        assert steps.keys() == at_once.keys()
+        found.append({name: torch.allclose(steps[name], at_once[name]) for name in steps})
+    return found
+
+
+def _penalised(steps: int) -> list[Any]:
+    """Requests that have given `steps` tokens and one."""
     params = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.25, "min_new_tokens": 3}
-    tokenizer = types.SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
-    full = [request(f"q{row}", prompt=4 + row, output=len(results_lag) + 1, **params) for row in range(3)]
-    stepped = [request(f"q{row}", prompt=4 + row, **params) for row in range(3)]
-    for req in (*full, *stepped):
-        req.tokenizer = tokenizer
-    for req in stepped:
+    reqs = [request(f"q{row}", prompt=4 + row, output=steps + 1, **params) for row in range(3)]
+    for req in reqs:
+        req.tokenizer = types.SimpleNamespace(additional_stop_token_ids=None, eos_token_id=2)
+        req.kv_committed_len = len(req.origin_input_ids) + steps
+    return reqs
+
+
+def _at_once(overlap: bool, steps: int) -> dict[str, Any]:
+    return _penalties(_batch(_penalised(steps), overlap))
+
+
+def _by_steps(overlap: bool, lag: list[bool]) -> dict[str, Any]:
+    reqs = _penalised(len(lag))
+    outputs = [req.output_ids[:] for req in reqs]
+    for req in reqs:
+        del req.output_ids[:]
         req.kv_committed_len = len(req.origin_input_ids)
-    by_steps = _batch(stepped, overlap)
-    for step, lag in enumerate(results_lag, start=1):
-        for req, whole in zip(stepped, full, strict=True):
-            known = step - 1 if lag and overlap else step
+    batch = _batch(reqs, overlap)
+    for step, unknown in enumerate(lag, start=1):
+        for req, output in zip(reqs, outputs, strict=True):
             del req.output_ids[:]
-            req.output_ids.extend(whole.output_ids[:known])
-        by_steps.cumulate_penalty_output_tokens()
-        for req in stepped:
+            req.output_ids.extend(output[: step - 1 if unknown and overlap else step])
+        batch.cumulate_penalty_output_tokens()
+        for req in reqs:
             req.kv_committed_len += 1
-    for req in full:
-        req.kv_committed_len = len(req.origin_input_ids) + len(results_lag)
-    at_once = _penalties(_batch(full, overlap))
-    steps = _penalties(by_steps)
-    assert steps.keys() == at_once.keys()
-    return {name: torch.allclose(steps[name], at_once[name]) for name in steps}
+    return _penalties(batch)

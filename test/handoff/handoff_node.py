@@ -232,12 +232,13 @@ class Node:
 
     # -- as the router
 
-    def lease_all(self, names: Sequence[str]) -> None:
-        """Give the engines all free blocks of their GPUs."""
+    def lease_all(self, names: Sequence[str], count: int | None = None) -> None:
+        """Give the engines all free blocks of their GPUs, or `count` of them."""
         for name in names:
             engine = self.engines[name]
-            count = self.leases.free(engine.ranks)
-            pages = self.leases.grow(engine.ranks, count, self.epoch)
+            pages = self.leases.grow(
+                engine.ranks, self.leases.free(engine.ranks) if count is None else count, self.epoch
+            )
             engine.call("grow", json.dumps(pages.tolist()))
 
     def take_back(self, names: Sequence[str], count: int | None = None) -> None:

@@ -102,6 +102,14 @@ def test_aborts_of_held_requests_take_effect_when_they_come_back(
     assert cases.differences(done, {rid: want for rid, want in expected.items() if rid not in gone}) == {}
 
 
+@pytest.mark.parametrize(("source", "dest"), [("tp1@0", "tp2@0-1"), ("tp2@0-1", "tp1@1")])
+def test_requests_join_an_engine_that_is_busy(
+    node: NodeProcess, expected: dict[str, Stream], source: str, dest: str
+) -> None:
+    done = node.call(cases.into_a_busy_engine, source, dest)
+    assert cases.differences(done, expected) == {}
+
+
 @pytest.mark.parametrize("back", [False, True])
 def test_what_cannot_be_carried_stays_and_says_why(node: NodeProcess, expected: dict[str, Stream], back: bool) -> None:
     done, reasons = node.call(cases.some_stay, "tp1@0", "tp2@0-1", back)

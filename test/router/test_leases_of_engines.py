@@ -106,3 +106,22 @@ def test_a_call_that_nobody_knows_changes_nothing(router: LiveRouter) -> None:
     with pytest.raises(CallRefusedError, match="rank 1: nothing is called 'sing'; there is kv_grow"):
         router.ask(BOTH, "sing")
     router.check()
+
+
+def test_after_a_keepers_death_the_ledgers_begin_anew(router: LiveRouter) -> None:
+    """One keeper has both virtual GPUs, so all engines go and come back."""
+    epoch, before = router.pools.epoch, router.status()
+    [keeper] = router.here(lambda: list(router.process._keepers.pids.values()))
+    os.kill(keeper, signal.SIGKILL)
+    router.until(
+        lambda: all(
+            engine.state == "ready" and engine.restarts == before[name].restarts + 1
+            for name, engine in router.status().items()
+        ),
+        "all engines are back",
+    )
+    assert router.pools.epoch == epoch + 1
+    assert counts(router) == {"tp1@0": (BLOCKS, 0), "tp1@1": (BLOCKS, 0), "tp2@0-1": (STANDBY, 0)}
+    router.check()
+    router.send("after", PROMPT, 8)
+    assert len(router.receive("after")["after"]) >= 8

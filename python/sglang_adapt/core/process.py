@@ -153,10 +153,15 @@ def sweep_run_dirs(base: Path) -> list[Path]:
     """Remove the folders of runs whose lock nobody holds any more, and return them."""
     removed = []
     for path in base.glob(f"{_RUN_DIR_PREFIX}*"):
-        lock_path = path / _LOCK
-        if not lock_path.is_file() or path.stat().st_uid != os.getuid():
+        try:
+            # Another user's first: its files may not even be asked for.
+            if path.stat().st_uid != os.getuid():
+                continue
+            lock = (path / _LOCK).open("rb")
+        except (FileNotFoundError, NotADirectoryError):
+            # Being made, or removed by another server that starts now.
             continue
-        with lock_path.open("rb") as lock:
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

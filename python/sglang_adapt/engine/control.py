@@ -7,6 +7,7 @@ raises beside `REFUSALS` ends its rank, and with it the engine, which is started
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from sglang_adapt.kv.adaptor import LeaseError
 from sglang_adapt.kv.plan import PlanError
 from sglang_adapt.memory import SharedMemoryError
 from sglang_adapt.upstream.handoff import REFUSALS as HANDOFF_REFUSALS
+from sglang_adapt.upstream.handoff import recover as recovery
 from sglang_adapt.upstream.kv_pool import EnginePool
 
 Handler = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
@@ -37,7 +39,25 @@ REFUSALS = (
 )
 """Errors that say that nothing has changed."""
 
+
+def recover(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """Go on with requests whose engine has died.
+
+    Args:
+        payload: `requests`: for each its stock `message` (base64) and its `output_ids` so far.
+
+    Returns:
+        `taken`: how many wait now; stock has answered the others.
+    """
+    taken = sum(
+        recovery.recover(scheduler, base64.b64decode(request["message"]), request["output_ids"])
+        for request in payload["requests"]
+    )
+    return {"taken": taken}
+
+
 HANDLERS: Mapping[str, Handler] = {
+    "recover": recover,
     "kv_grow": kv.grow,
     "kv_give_back": kv.give_back,
     "kv_state": kv.state,

@@ -138,7 +138,7 @@ class EngineHandoff:
 
         Raises:
             StaleHandoffError: no requests of this epoch are held.
-            RuntimeError: see `upstream.handoff.export.restore`.
+            LeaseError, NoRoomError, OtherRankFailedError: see `upstream.handoff.export.restore`.
         """
         held = self._held(call.epoch)
         restored = exporting.restore(self._scheduler, held)

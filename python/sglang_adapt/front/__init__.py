@@ -2,5 +2,6 @@
 
 - `process.py`: the process itself: settings, router, server; `launcher.py`: starts the router;
 - `asgi.py`: health, readiness, refusals and the draining of requests; `link.py`: what the router says;
-- `settings.py`: from the command line to checked settings; `errors.py`: bodies of our own errors.
+- `settings.py`: from the command line to checked settings; `address.py`: can the server listen there;
+- `errors.py`: bodies of our own errors.
 """

@@ -6,7 +6,7 @@ for their KV; each rank pulls its part of the KV, and the requests run on. From 
 first ones forget what they held, and all free blocks go to the new engines.
 
 Until (2) has succeeded anywhere, everything can be undone, and is if anything fails. After that, requests that an
-engine could not take up, or whose engine died, go to the others without their KV and are computed again from their ids.
+engine could not take up, or whose engine died, are stranded: `repair` lets others go on with them, from their tokens.
 Engines of both layouts serve on throughout. Architecture, "A switch".
 """
 
@@ -128,11 +128,10 @@ class Modes:
         self._later(self._fill([spec]))
 
     def engine_lost(self, spec: EngineSpec, why: str) -> None:
-        """An engine died: what it kept paused goes on elsewhere, computed again."""
+        """An engine died: what it kept paused goes on elsewhere, from its tokens."""
         export = self._kept.pop(spec, None)
         if export is not None:
-            self._router.unkeep(self._engine(spec))
-            self._later(self._rescue(export.requests, why))
+            self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
 
     async def readback(self) -> dict[str, Any]:
         """What the engines say of themselves: lease and free blocks of each, from their ranks."""
@@ -194,7 +193,7 @@ class Modes:
                     self._kept[export.spec] = export
                     router.keep(self._engine(export.spec), export.rids)
         else:
-            await self._place_the_rest(switch, arrivals, served)
+            self._strand_the_rest(switch, arrivals, served)
         self._pools.activate(switch.after.engines)
         router.activate(switch.after)
         with switch.phase("release"):
@@ -347,7 +346,7 @@ class Modes:
             switch.requests["resumed"] += len(await self._restore(kept))
         except EngineCallError as error:
             switch.failures.append(f"{spec} did not go on with what it had kept: {error}")
-            self._later(self._rescue(kept.requests, str(error)))
+            self._router.strand(self._router.moving, kept.rids, str(error))
 
     async def _adopt(self, epoch: int, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
         """Reserve blocks, let the engine copy and take up, and note it in the ledgers.
@@ -379,14 +378,14 @@ class Modes:
         pools.adopted(spec, reserved)
         self._router.attach(self._engine(spec), answers[0].adopted)
 
-    async def _place_the_rest(
+    def _strand_the_rest(
         self, switch: Switch, arrivals: Mapping[EngineSpec, Sequence[Arrival]], served: Sequence[EngineSpec]
     ) -> None:
-        """Requests of engines that could not take them up go to the others."""
-        left = [arrival.request for spec, group in arrivals.items() if spec not in served for arrival in group]
+        """Requests of engines that could not take them up go on at the others, from their tokens."""
+        left = [arrival.request.rid for spec, group in arrivals.items() if spec not in served for arrival in group]
         if left:
-            switch.requests["recomputed"] += len(left)
-            await self._readopt(left, served, "; ".join(switch.failures))
+            switch.requests["stranded"] += len(left)
+            self._router.strand(self._router.moving, left, "; ".join(switch.failures))
 
     async def _release(self, switch: Switch, export: Export) -> None:
         """Let an engine forget what lives elsewhere now."""
@@ -412,16 +411,13 @@ class Modes:
 
     async def _roll_back(self, switch: Switch, exports: Sequence[Export]) -> None:
         """All requests go on where they were; those of engines that died meanwhile, on the others."""
-        lost: list[CarriedRequest] = []
         for export in exports:
             try:
                 await self._restore(export)
             except EngineCallError as error:
                 switch.failures.append(f"{export.spec} did not take its requests back: {error}")
-                lost += export.requests
+                self._router.strand(self._router.moving, export.rids, str(error))
         self._pools.activate(switch.before.engines)
-        alive = [spec for spec in switch.before.engines if self._engine(spec).state is EngineState.READY]
-        await self._readopt(lost, alive, "; ".join(switch.failures))
         self._router.activate(switch.before)
         self._later(self._fill(switch.before.engines))
 
@@ -438,24 +434,6 @@ class Modes:
             # Given up while it was kept: its client has been answered, the engine does not know yet.
             engine.send(wire.encode_abort(rid))
         return there
-
-    async def _readopt(self, requests: Iterable[CarriedRequest], specs: Sequence[EngineSpec], why: str) -> None:
-        """Let requests whose KV is lost go on at other engines; those that none of them takes end with a 503."""
-        waiting = [request.without_kv() for request in requests if request.rid in self._router.moving.in_flight]
-        for spec in sorted(specs, key=lambda spec: len(self._engine(spec).in_flight)):
-            if not waiting:
-                return
-            try:
-                await self._adopt(self._pools.epoch, spec, [Arrival(request, None) for request in waiting])
-                return
-            except EngineCallError as error:
-                logger.error("%s could not take %d requests up: %s", spec, len(waiting), error)
-        self._router.fail(self._router.moving, [request.rid for request in waiting], f"no engine could go on: {why}")
-
-    async def _rescue(self, requests: Sequence[CarriedRequest], why: str) -> None:
-        engines = self._router.layout.engines
-        alive = [spec for spec in engines if self._engine(spec).state is EngineState.READY]
-        await self._readopt(requests, alive, why)
 
     # The rest.
 

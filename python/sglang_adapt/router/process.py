@@ -34,6 +34,7 @@ from sglang_adapt.router.keepers import Keepers
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.observe import make_observer, start_waves
 from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.restarts import RestartLimit
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
@@ -136,7 +137,9 @@ class _Process:
                 changed=self._changed,
                 lost=self._not_taking,
                 replied=lambda engine, data: self.calls.on_reply(engine.name, data),
+                stranded=lambda: self._repair.wake(),
             ),
+            deaths_limit=max(1, self._config.restart_limit - 1),
         )
         self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
         context = process_context(self._config.start_method)
@@ -164,6 +167,12 @@ class _Process:
             active = self._config.layout.engines
             self.pools = Pools(pool, self._config.candidates, active, self.calls.call, self._supervisor.kill)
         self._specs = {spec.name: spec for spec in self._config.candidates}
+        self._repair = Repair(
+            self._router,
+            self.calls.call,
+            lambda engine, why: self._supervisor.kill(self._specs[engine.name], why),
+            lambda: 0 if self.pools is None else self.pools.epoch,
+        )
         if self.pools is not None:
             self.modes = Modes(
                 self._router, self.pools, self._specs, self._kv_regions, self._config.switch_drain_timeout_s
@@ -392,6 +401,7 @@ class _Process:
             self.modes.engine_ready(self._specs[engine.name])
 
     def _changed(self) -> None:
+        self._repair.wake()
         engines = self._router.engines.values()
         if self._report is not None and all(engine.state is EngineState.READY for engine in engines):
             self._finish_report(

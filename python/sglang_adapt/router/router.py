@@ -14,6 +14,7 @@ from sglang_adapt.core.messages import EngineStatus, RouterStatus
 from sglang_adapt.policy.dispatch import LeastLoaded
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.journal import Entry
 from sglang_adapt.upstream import wire
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Outlets:
         changed: called when the status has changed.
         lost: called with an engine that does not take messages any more.
         replied: called with an engine's reply to a call of the router's own (`calls.py`).
+        stranded: called when requests have lost their engine.
     """
 
     tokenizer: Callable[[bytes], None]
@@ -38,6 +40,10 @@ class Outlets:
     changed: Callable[[], None]
     lost: Callable[[Engine], None]
     replied: Callable[[Engine, bytes], None]
+    stranded: Callable[[], None] = lambda: None
+
+
+_MAY_SERVE = (EngineState.STARTING, EngineState.READY, EngineState.DEAD)
 
 
 class Router:
@@ -45,10 +51,16 @@ class Router:
 
     Invariant: a request id is in `in_flight` of exactly the engine that `_where` names, from the moment its
     message is sent to that engine until its last output, its abort or its error passes here. Requests on the move are
-    those of `moving`, an engine in name only.
+    those of `moving`, those whose engine has died those of `stranded`: engines in name only. `journal` has an entry for
+    each of them all.
+
+    Args:
+        layout: that serves.
+        outlets: where messages go.
+        deaths_limit: a request ends with a 503 when more engines have died while they ran it.
     """
 
-    def __init__(self, layout: Layout, outlets: Outlets) -> None:
+    def __init__(self, layout: Layout, outlets: Outlets, deaths_limit: int = 2) -> None:
         self.layout = layout
         self.engines: dict[str, Engine] = {}
         self.accepting = True
@@ -57,6 +69,11 @@ class Router:
         self._where: dict[str, Engine] = {}
         self.moving = Engine("moving", send=self._hold_abort, state=EngineState.READY)
         self._held_aborts: list[str] = []
+        self.stranded = Engine(
+            "stranded", send=lambda data: self._abort_in(self.stranded, data), state=EngineState.READY
+        )
+        self.journal: dict[str, Entry] = {}
+        self._deaths_limit = deaths_limit
         self._kept: dict[str, Engine] = {}
         self._paused = False
         self._queue: dict[str, tuple[int, bytes]] = {}
@@ -116,19 +133,54 @@ class Router:
         self._out.changed()
 
     def engine_lost(self, engine: Engine, state: EngineState, why: str) -> None:
-        """An engine is gone: nothing more is sent to it, and its requests end with a 503 that says why."""
+        """An engine is gone: nothing more is sent to it, and its requests are stranded."""
         engine.state = state
         if engine.name in self._dispatch:
             self._dispatch.remove(engine.name)
         self._control.engine_lost(engine.name, why)
-        lost, engine.in_flight = engine.in_flight, {}
-        for rid in lost:
-            del self._where[rid]
-            self._out.tokenizer(wire.encode_unavailable(rid, why))
-        if lost:
-            logger.error("%s: %d unfinished requests ended with 503: %s", engine.name, len(lost), why)
-        self._tell_waiters(lost)
+        self.strand(engine, list(engine.in_flight), why)
+        if not any(self.engines[name].state in _MAY_SERVE for name in self._active):
+            self.fail(self.stranded, list(self.stranded.in_flight), f"no engine is left to go on: {why}")
         self._out.changed()
+
+    def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
+        """Requests have lost their engine; `repair.Repair` places them. One that has lost too many ends with a 503."""
+        there = [rid for rid in rids if rid in holder.in_flight]
+        for rid in there:
+            self.journal[rid].deaths += 1
+        hopeless = [rid for rid in there if self.journal[rid].deaths > self._deaths_limit]
+        self.fail(
+            holder, hopeless, f"{self._deaths_limit + 1} engines died while they ran this request; the last: {why}"
+        )
+        self._hand_over(holder, self.stranded, there)
+        if there:
+            logger.error(
+                "%s: %d unfinished requests go on elsewhere, %d ended with 503: %s",
+                holder.name,
+                len(there) - len(hopeless),
+                len(hopeless),
+                why,
+            )
+            self._out.stranded()
+
+    def send_again(self, rid: str) -> bool:
+        """Place a stranded request that has no tokens as if it came now; False if there is no engine for it now."""
+        if self._dispatch.least() is None:
+            return False
+        entry = self.journal[rid]
+        del self.stranded.in_flight[rid]
+        del self._where[rid]
+        self._place(rid, entry.tokens, entry.data)
+        return True
+
+    def least_loaded(self) -> Engine | None:
+        """The engine that gets the next request, if there is one now."""
+        name = self._dispatch.least()
+        return None if name is None else self.engines[name]
+
+    def take_up(self, engine: Engine, rids: Iterable[str]) -> None:
+        """Stranded requests are an engine's now."""
+        self._hand_over(self.stranded, engine, rids)
 
     def fail_all(self, why: str) -> None:
         """End every unfinished request with a 503 that says why, and stop the engines' work on them."""
@@ -187,7 +239,7 @@ class Router:
         """Requests on the move stay paused at an engine, until `unkeep`. An abort ends them at once."""
         name = engine.name
         if name not in self._kept:
-            self._kept[name] = Engine(f"kept at {name}", send=lambda data: self._abort_kept(name, data))
+            self._kept[name] = Engine(f"kept at {name}", send=lambda data: self._abort_in(self._kept[name], data))
             self._kept[name].state = EngineState.READY
         self._hand_over(self.moving, self._kept[name], rids)
 
@@ -225,15 +277,15 @@ class Router:
     def _hold_abort(self, data: bytes) -> None:
         self._held_aborts += _meant(self.moving, data)
 
-    def _abort_kept(self, name: str, data: bytes) -> None:
-        holder = self._kept[name]
+    def _abort_in(self, holder: Engine, data: bytes) -> None:
+        """End requests that no engine runs now."""
         for rid in _meant(holder, data):
             self._end(holder, rid)
             self._out.tokenizer(wire.encode_abort(rid))
 
     def _holders(self) -> list[Engine]:
         """All that can have requests."""
-        return [*self.engines.values(), self.moving, *self._kept.values()]
+        return [*self.engines.values(), self.moving, self.stranded, *self._kept.values()]
 
     def _tell_waiters(self, ended: Iterable[str]) -> None:
         for rids, future in self._waiters:
@@ -283,6 +335,7 @@ class Router:
         self._dispatch.assign(name, tokens)
         engine.in_flight[rid] = tokens
         self._where[rid] = engine
+        self.journal.setdefault(rid, Entry(data, tokens))
 
     def _on_batch(self, data: bytes) -> None:
         for request in wire.split_batch(data):
@@ -329,19 +382,24 @@ class Router:
             self._control.reply(engine.name, tag, data)
 
     def _on_outputs(self, engine: Engine, data: bytes) -> None:
-        rids, finished = wire.output_head(data)
-        if rids and rids[0].startswith(wire.WARMUP_RID_PREFIX):
-            if finished:
+        is_text = wire.peek_tag(data) == wire.TOKEN_OUTPUT
+        outputs = wire.token_outputs(data) if is_text else wire.embed_outputs(data)
+        if outputs and outputs[0].rid.startswith(wire.WARMUP_RID_PREFIX):
+            if outputs[0].finished:
                 self.engine_ready(engine)
             return
-        for rid in finished:
-            self._end(engine, rid)
+        for output in outputs:
+            if output.finished:
+                self._end(engine, output.rid)
+            elif (entry := self.journal.get(output.rid)) is not None:
+                entry.append(output.decoded, output.total)
         self._out.outputs(data)
 
     def _end(self, engine: Engine, rid: str) -> None:
         tokens = engine.in_flight.pop(rid, None)
         if tokens is not None:
             del self._where[rid]
+            del self.journal[rid]
             self._dispatch.release(engine.name, tokens)
             if self._waiters:
                 self._tell_waiters([rid])

@@ -116,6 +116,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.update(args.environment)
+    label_metrics(args.server_args, args.engine)
     give_back_cuda()
     prepare_process(*RANK_PATCHES)
     use_load_slots(args.loads)
@@ -172,6 +173,12 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     finally:
         if scheduler.gracefully_exit:
             scheduler.release_host_resources()
+
+
+def label_metrics(server_args: Any, engine: str) -> None:
+    """Give every metric of this process the label `engine`; without it engines overwrite each other's gauges."""
+    labels = {**(server_args.extra_metric_labels or {}), "engine": engine}
+    server_args.override("sglang_adapt", extra_metric_labels=labels)
 
 
 def configure_logging(server_args: Any, label: str) -> None:

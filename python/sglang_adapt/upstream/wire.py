@@ -7,7 +7,7 @@ forwards the bytes untouched. Only merged control answers and errors are decoded
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -95,10 +95,20 @@ class _AbortHead(msgspec.Struct, tag="AbortReq", array_like=True):
     abort_all: bool = False
 
 
-class _TokenOutputHead(msgspec.Struct, tag="BatchTokenIDOutput", array_like=True):
+class _TokenOutput(msgspec.Struct, tag="BatchTokenIDOutput", array_like=True):
     rids: list[str]
     http_worker_ipcs: msgspec.Raw
     finished_reasons: list[msgspec.Raw]
+    decoded_texts: msgspec.Raw
+    decode_ids: list[tuple[str, bytes]]
+    read_offsets: msgspec.Raw
+    output_ids: msgspec.Raw
+    skip_special_tokens: msgspec.Raw
+    spaces_between_special_tokens: msgspec.Raw
+    no_stop_trim: msgspec.Raw
+    prompt_tokens: msgspec.Raw
+    reasoning_tokens: msgspec.Raw
+    completion_tokens: list[int]
 
 
 class _EmbedOutputHead(msgspec.Struct, tag="BatchEmbeddingOutput", array_like=True):
@@ -110,7 +120,8 @@ class _EmbedOutputHead(msgspec.Struct, tag="BatchEmbeddingOutput", array_like=Tr
 _REQUEST = msgspec.msgpack.Decoder(_GenerateHead | _EmbedHead)
 _BATCH = msgspec.msgpack.Decoder(_BatchGenerate | _BatchEmbed)
 _ABORT = msgspec.msgpack.Decoder(_AbortHead)
-_OUTPUT = msgspec.msgpack.Decoder(_TokenOutputHead | _EmbedOutputHead)
+_EMBED_OUTPUT = msgspec.msgpack.Decoder(_EmbedOutputHead)
+_TOKEN_OUTPUT = msgspec.msgpack.Decoder(_TokenOutput)
 
 _NIL = b"\xc0"
 _BYTES_PER_TOKEN = 8
@@ -134,11 +145,36 @@ def abort_head(data: bytes) -> tuple[str, bool]:
     return head.rid, head.abort_all
 
 
-def output_head(data: bytes) -> tuple[list[str], list[str]]:
-    """(all request ids, the finished ones) of a batch of outputs."""
-    head = _OUTPUT.decode(data)
-    finished = [rid for rid, reason in zip(head.rids, head.finished_reasons, strict=True) if bytes(reason) != _NIL]
-    return head.rids, finished
+class Output(NamedTuple):
+    """What a batch of outputs has of one request.
+
+    Attributes:
+        rid: its id.
+        finished: this is its last output.
+        decoded: token ids, int64: its new tokens, before them, in its first output, the end of its prompt.
+        total: output tokens that it has now.
+    """
+
+    rid: str
+    finished: bool
+    decoded: bytes
+    total: int
+
+
+def token_outputs(data: bytes) -> list[Output]:
+    """The requests in a batch of generated tokens."""
+    batch = _TOKEN_OUTPUT.decode(data)
+    return [
+        Output(rid, bytes(reason) != _NIL, ids[1], total)
+        for rid, reason, ids, total in zip(
+            batch.rids, batch.finished_reasons, batch.decode_ids, batch.completion_tokens, strict=True
+        )
+    ]
+
+
+def embed_outputs(data: bytes) -> list[Output]:
+    """The requests in a batch of embeddings; each output is the last one of its request."""
+    return [Output(rid, True, b"", 0) for rid in _EMBED_OUTPUT.decode(data).rids]
 
 
 def encode_unavailable(rid: str, message: str) -> bytes:
@@ -333,7 +369,7 @@ def assert_wire_format() -> None:
         (_BatchGenerate, io_struct.BatchTokenizedGenerateReqInput),
         (_BatchEmbed, io_struct.BatchTokenizedEmbeddingReqInput),
         (_AbortHead, io_struct.AbortReq),
-        (_TokenOutputHead, io_struct.BatchTokenIDOutput),
+        (_TokenOutput, io_struct.BatchTokenIDOutput),
         (_EmbedOutputHead, io_struct.BatchEmbeddingOutput),
     )
     for head, stock in heads:

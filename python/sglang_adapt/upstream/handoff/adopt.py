@@ -160,10 +160,10 @@ def _queue(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
         req = arrival.req
         if arrival.kv_tokens:
             _cache(scheduler, arrival)
-            _expect_prefill(req, spilled=arrival.kind is RequestKind.RUNNING)
+            expect_prefill(req, spilled=arrival.kind is RequestKind.RUNNING)
             first.append(req)
         elif arrival.unpacked.carried.recompute:
-            _expect_prefill(req, spilled=len(req.output_ids) > 0)
+            expect_prefill(req, spilled=len(req.output_ids) > 0)
             scheduler.waiting_queue.append(req)
         elif arrival.unpacked.has_grammar and not req.output_ids:
             if not scheduler.grammar_manager.process_req_with_grammar(req):
@@ -190,7 +190,7 @@ def _cache(scheduler: Any, arrival: _Arrival) -> None:
     scheduler.token_to_kv_pool_allocator.free_segments([(rows[:had], 0), (rows[full:], full)])
 
 
-def _expect_prefill(req: Any, *, spilled: bool) -> None:
+def expect_prefill(req: Any, *, spilled: bool) -> None:
     """Make a request whose KV went to the cache ready for a prefill, as stock does with a retracted one.
 
     What it has of its prompt's logprobs is computed again: the prefill starts no later than where they start. Its

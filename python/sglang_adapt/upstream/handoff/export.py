@@ -15,7 +15,7 @@ from sglang_adapt.upstream.handoff import held as holder
 from sglang_adapt.upstream.handoff.agree import on_all_ranks
 from sglang_adapt.upstream.handoff.held import Held
 from sglang_adapt.upstream.handoff.pack import pack
-from sglang_adapt.upstream.handoff.quiesce import drain, put_back, requests_of, take
+from sglang_adapt.upstream.handoff.quiesce import check_room, drain, put_back, requests_of, take
 from sglang_adapt.upstream.handoff.refusals import reason_to_stay
 from sglang_adapt.upstream.kv_lease import EngineLease
 
@@ -110,18 +110,23 @@ def restore(scheduler: Any, held: Held) -> list[str]:
     others.
 
     Raises:
-        LeaseError: a page is in the lease already: it was given to this engine again. Nothing has changed.
-        RuntimeError: see `put_back`.
+        LeaseError: a page is in the lease already: it was given to this engine again.
+        NoRoomError: see `check_room`.
+        OtherRankFailedError: another rank raised one of these.
+        After each of them nothing has changed.
     """
     from sglang.srt.managers.io_struct import AbortReq
 
     lease = EngineLease.of(scheduler)
+
+    def check() -> None:
+        lease.pages.require_addable(held.pages)
+        check_room(scheduler, held.taken)
+
+    drain(scheduler)
+    on_all_ranks(scheduler, "restore", check)
     lease.bring_in(held.pages)
-    try:
-        put_back(scheduler, held.taken)
-    except RuntimeError:
-        lease.take_out(held.pages)
-        raise
+    put_back(scheduler, held.taken)
     holder.let_go()
     for rid in sorted(held.aborted):
         scheduler.abort_request(AbortReq(rid=rid))

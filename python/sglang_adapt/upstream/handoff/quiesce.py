@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class NoRoomError(RuntimeError):
+    """A request cannot go back to where it was; the text names it and what is in its place. Nothing has changed."""
+
+
 @dataclass(frozen=True)
 class Taken:
     """Requests of one engine's rank that are out of its batches and queues; slots, KV and cache locks are kept.
@@ -90,21 +94,24 @@ def take(scheduler: Any, wanted: Callable[[Any], bool]) -> Taken:
     return Taken(running, prefilling, waiting, compiling)
 
 
-def put_back(scheduler: Any, taken: Taken) -> None:
-    """Undo `take`: the requests go on where they were.
+def check_room(scheduler: Any, taken: Taken) -> None:
+    """Check that `put_back` can follow.
 
     Raises:
-        RuntimeError: another prompt is being read in chunks meanwhile: requests were sent to an engine that was not
-            to get any. Nothing has changed.
+        NoRoomError: another prompt is being read in chunks meanwhile.
     """
+    if taken.prefilling is not None and scheduler.chunked_req is not None:
+        raise NoRoomError(
+            f"request {taken.prefilling.rid} cannot go on: the prompt of {scheduler.chunked_req.rid} is being read in "
+            f"its place; send an engine no requests while its own are held, and restore when that one is done"
+        )
+
+
+def put_back(scheduler: Any, taken: Taken) -> None:
+    """Undo `take`, after `check_room`: the requests go on where they were."""
     from sglang_adapt.upstream.handoff.batch import join_running
 
     if taken.prefilling is not None:
-        if scheduler.chunked_req is not None:
-            raise RuntimeError(
-                f"request {taken.prefilling.rid} cannot go on: the prompt of {scheduler.chunked_req.rid} is being "
-                f"read in its place; send an engine no requests while its own are held"
-            )
         scheduler.chunked_req = taken.prefilling
     join_running(scheduler, taken.running)
     scheduler.waiting_queue = [*taken.waiting, *scheduler.waiting_queue]

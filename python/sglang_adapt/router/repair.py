@@ -1,0 +1,87 @@
+"""Requests whose engine has died go on at another one, computed again from their tokens.
+
+They are handed over with the stock message by which they came and the tokens that their clients have: the engine reads
+prompt and tokens again and goes on behind them. While no engine of the layout is up they wait. A request whose engines
+die again and again may be the reason, and ends with a 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_adapt.router.calls import CallBrokenError, EngineCallError
+from sglang_adapt.router.engine import Engine
+from sglang_adapt.router.journal import Entry
+from sglang_adapt.router.pools import Call
+from sglang_adapt.router.router import Router
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 32
+"""Requests in one call."""
+
+
+class Repair:
+    """Places the requests that the router has as `stranded`.
+
+    Args:
+        router: where they are.
+        call: asks an engine's ranks.
+        kill: kills an engine of which nobody knows what its ranks did; it is started again.
+        epoch: of the layout now.
+    """
+
+    def __init__(
+        self, router: Router, call: Call, kill: Callable[[Engine, str], None], epoch: Callable[[], int]
+    ) -> None:
+        self._router = router
+        self._call = call
+        self._kill = kill
+        self._epoch = epoch
+        self._task: asyncio.Task[None] | None = None
+
+    def wake(self) -> None:
+        """Something has changed: place what can be placed."""
+        if self._router.stranded.in_flight and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        router = self._router
+        while router.stranded.in_flight:
+            rids = list(router.stranded.in_flight)[:_AT_ONCE]
+            fresh = [rid for rid in rids if not router.journal[rid].ids]
+            for rid in fresh:
+                if not router.send_again(rid):
+                    return
+            rids = [rid for rid in rids if rid in router.stranded.in_flight]
+            if rids and not await self._recover(rids):
+                return
+
+    async def _recover(self, rids: list[str]) -> bool:
+        """Hand requests that have tokens to the engine with the least load; False if there is none now."""
+        engine = self._router.least_loaded()
+        if engine is None:
+            return False
+        entries = {rid: self._router.journal[rid] for rid in rids}
+        # They are the engine's from here on: if it dies, or ends one of them, that is seen as for any other.
+        self._router.take_up(engine, rids)
+        payload = {"requests": [_request(entry) for entry in entries.values()]}
+        try:
+            await self._call(engine.name, "recover", payload, self._epoch())
+        except EngineCallError as error:
+            logger.error("%s did not go on with %d requests: %s", engine.name, len(rids), error)
+            if isinstance(error, CallBrokenError):
+                self._kill(engine, str(error))
+            else:
+                self._router.strand(engine, rids, str(error))
+            return True
+        logger.info("%s goes on with %d requests of an engine that died", engine.name, len(rids))
+        return True
+
+
+def _request(entry: Entry) -> dict[str, Any]:
+    return {"message": base64.b64encode(entry.data).decode(), "output_ids": entry.ids.tolist()}

@@ -1,0 +1,47 @@
+"""What an operator does to a server that runs: metrics, control requests that fail, a port that is taken."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from server import Server
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def metered(start: Callable[..., Server]) -> Server:
+    """Two TP 1 engines and one of TP 2, with metrics."""
+    return start("metered", "--adapt-virtual-gpus", "2", "--enable-metrics")
+
+
+def test_every_engine_has_its_own_gauges(metered: Server) -> None:
+    text = httpx.get(f"{metered.url}/metrics", timeout=20, follow_redirects=True).text
+    for gauge in ("num_running_reqs", "token_usage"):
+        engines = [re.findall(r'engine="([^"]*)"', line) for line in re.findall(rf"^sglang:{gauge}{{.*", text, re.M)]
+        assert sorted(engines) == [["tp1@0"], ["tp1@1"], ["tp2@0-1"]]
+
+
+@pytest.mark.parametrize("path", ["/start_expert_distribution_record", "/send_weights_to_remote_instance"])
+def test_a_control_request_that_fails_says_why_and_ends_no_engine(metered: Server, path: str) -> None:
+    body = {"master_address": "127.0.0.1", "ports": "1,2", "group_name": "none"} if "remote" in path else None
+    answer = httpx.post(f"{metered.url}{path}", json=body, timeout=30)
+    assert answer.status_code in (400, 500)
+    assert "tp1@0: " in answer.text
+    engines = httpx.get(f"{metered.url}/adapt/engines", timeout=10).json()["engines"]
+    assert [engine["restarts"] for engine in engines] == [0, 0, 0]
+
+
+def test_a_second_server_on_the_port_is_refused(metered: Server) -> None:
+    port = metered.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "sglang_adapt.launch_server", "--port", port]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert second.returncode == 2
+    assert f"error: 127.0.0.1:{port} cannot be listened on (Address already in use)" in second.stderr
+    assert httpx.get(f"{metered.url}/health", timeout=10).json()["status"] == "ok"
