@@ -172,9 +172,15 @@ class ReleaseAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class RestoreCall(msgspec.Struct, frozen=True, tag=True):
-    """Undo the export: all requests go on here."""
+    """Undo the export: all requests go on here.
+
+    Attributes:
+        epoch: that of the export.
+        grow: by rank, free blocks that join the lease first.
+    """
 
     epoch: int
+    grow: list[list[int]] = []
 
 
 class RestoreAnswer(msgspec.Struct, frozen=True, tag=True):

@@ -141,6 +141,8 @@ class EngineHandoff:
             LeaseError, NoRoomError, OtherRankFailedError: see `upstream.handoff.export.restore`.
         """
         held = self._held(call.epoch)
+        if call.grow:
+            EngineLease.of(self._scheduler).grow(call.grow[self._scheduler.ps.tp_rank])
         restored = exporting.restore(self._scheduler, held)
         return messages.RestoreAnswer(call.epoch, restored, held.pages)
 

@@ -425,7 +425,13 @@ class Modes:
         """Let an engine go on with what it holds; returns the ids. Raises EngineCallError."""
         if not self._lives(export):
             raise EngineGoneError(f"{export.spec} has died since it handed its requests out")
-        answers = await self._handoff(export.spec, RestoreCall(export.epoch), RestoreAnswer)
+        lent = self._pools.lend(export.spec, self._pools.available(export.spec))
+        try:
+            answers = await self._handoff(export.spec, RestoreCall(export.epoch, lent), RestoreAnswer)
+        except CallRefusedError as error:
+            # It holds requests that it cannot go on with, and blocks that nobody can account for.
+            self._pools.kill(export.spec, str(error))
+            raise
         self._pools.restored(export.spec, export.pages)
         engine = self._engine(export.spec)
         there = [rid for rid in answers[0].restored if rid in self._router.moving.in_flight]

@@ -59,7 +59,7 @@ class Pools:
         }
         self._active = set(active)
         self._call = call
-        self._kill = kill
+        self.kill = kill
         self._run_id = uuid.uuid4().hex
         self._regions: dict[int, Region] = {}
         self._ledgers: dict[int, BlockLedger] = {}
@@ -254,7 +254,7 @@ class Pools:
         try:
             answers = await self._call(spec.name, name, payload, self.epoch)
         except CallBrokenError as error:
-            self._kill(spec, str(error))
+            self.kill(spec, str(error))
             raise
         if self._deaths[spec] != deaths:
             # It answered and died before this was read: its blocks are back, and perhaps leased anew.

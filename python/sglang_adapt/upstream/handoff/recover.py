@@ -47,8 +47,6 @@ def recover(scheduler: Any, message: bytes, output_ids: Sequence[int]) -> bool:
     req.output_ids = array("q", output_ids)
     if _has_grammar(req):
         # The grammar's state is that after the tokens; where it is being compiled, this waits for it.
-        if queue is manager.grammar_queue:
-            manager.grammar_queue.append(req)
         rebuild_grammar(scheduler, req)
     if len(output_ids):
         _mark_sent(req, len(output_ids))
