@@ -19,6 +19,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
+import aiohttp
+
+from layouts import Layouts
 from load import Request, run_load, summarize
 from server import Server, environment, write_json
 
@@ -39,6 +42,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--virtual", action="store_true", help="virtual GPUs (no CUDA)")
     parser.add_argument("--start-method", default="forkserver", help="for ours: --adapt-start-method")
+    parser.add_argument(
+        "--one-server", action="store_true", help="start ours once and switch its layout, as a user would"
+    )
     parser.add_argument("--ours-flags", default="", help="further flags for ours alone, as one string")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/bench_serve.json"))
@@ -53,7 +59,13 @@ def main() -> None:
             for layout in options.layouts:
                 systems = ["ours", "stock"] if repeat % 2 == 0 else ["stock", "ours"]
                 for system in systems:
-                    rows += _measure(system, layout, flags, options, logs, repeat)
+                    if system == "ours" and options.one_server:
+                        # All layouts are measured when the first one's turn is.
+                        layouts = options.layouts if layout == options.layouts[0] else []
+                    else:
+                        layouts = [layout]
+                    if layouts:
+                        rows += _measure(system, layouts, flags, options, logs, repeat)
     table = _table(rows, options)
     write_json(
         options.out,
@@ -82,8 +94,9 @@ def _loads(options: argparse.Namespace) -> list[tuple[str, list[Request], int | 
 
 
 def _measure(
-    system: str, layout: str, flags: list[str], options: argparse.Namespace, logs: Path, repeat: int
+    system: str, layouts: list[str], flags: list[str], options: argparse.Namespace, logs: Path, repeat: int
 ) -> list[dict]:
+    layout = layouts[0]
     engines = layout.split(",")
     tp = options.gpus // len(engines)
     if system == "stock":
@@ -102,25 +115,33 @@ def _measure(
     # On a CPU stock gets what ours sets itself: a thread a rank, and idle ranks that sleep.
     fair = {"OMP_NUM_THREADS": "1"} if options.virtual else {}
     with Server(f"{system} {layout}", module, [*flags, *own], logs / f"{system}-tp{tp}-{repeat}.log", fair) as server:
-        for load, requests, concurrency in _loads(options):
-            # One round to warm up caches and graphs of these shapes, with other prompts.
-            asyncio.run(run_load(server.url, requests[: concurrency or 32], options.vocab, concurrency or 32, seed=99))
-            timings, seconds = asyncio.run(run_load(server.url, requests, options.vocab, concurrency, seed=repeat))
-            errors = {timing.error for timing in timings if timing.error}
-            if errors:
-                print(f"{server.name}: {errors}\n{server.tail()}", flush=True)
-            summary = summarize(timings, seconds)
-            print(system, layout, load, summary, flush=True)
-            rows.append(
-                {
-                    "system": system,
-                    "layout": layout,
-                    "load": load,
-                    "repeat": repeat,
-                    "start_s": server.start_s,
-                    **summary,
-                }
-            )
+        for number, now in enumerate(layouts):
+            if number:
+                asyncio.run(_go_to(server.url, now))
+            rows += [
+                {"system": system, "layout": now, "repeat": repeat, "start_s": server.start_s, **row}
+                for row in _rows(server, f"{system} {now}", options, repeat)
+            ]
+    return rows
+
+
+async def _go_to(url: str, layout: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        print((await Layouts(session, url).switch(layout)).report, flush=True)
+
+
+def _rows(server: Server, name: str, options: argparse.Namespace, repeat: int) -> list[dict]:
+    rows = []
+    for load, requests, concurrency in _loads(options):
+        # One round to warm up caches and graphs of these shapes, with other prompts.
+        asyncio.run(run_load(server.url, requests[: concurrency or 32], options.vocab, concurrency or 32, seed=99))
+        timings, seconds = asyncio.run(run_load(server.url, requests, options.vocab, concurrency, seed=repeat))
+        errors = {timing.error for timing in timings if timing.error}
+        if errors:
+            print(f"{server.name}: {errors}\n{server.tail()}", flush=True)
+        summary = summarize(timings, seconds)
+        print(name, load, summary, flush=True)
+        rows.append({"load": load, **summary})
     return rows
 
 

@@ -24,9 +24,28 @@ def layout_of(model: Path, finest_tp: int) -> Manifest:
     return filler_of(model, finest_tp).layout()
 
 
+def sizes_by_layout_and_configuration(model: Path, finest_tp: int) -> tuple[int, int]:
+    """Bytes of the store, by building the model and by its configuration alone."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_adapt.upstream.weights.sizes import model_sizes
+
+    allow_float32_with_fp8()
+    sizes = model_sizes(ServerArgs(**server_args_of(model)), (1, finest_tp))
+    assert not isinstance(sizes, str), sizes
+    return layout_of(model, finest_tp).nbytes, sizes.store_bytes
+
+
 def layout_of_online_fp8(model: Path) -> Manifest:
     """The layout of a model that stock would quantise while loading it."""
     return filler_of(model, 2, quantization="fp8", dtype="bfloat16").layout()
+
+
+def fill_in_bfloat16(model: Path) -> None:
+    """Fill a store as on a machine without GPUs."""
+    filler = filler_of(model, 2, dtype="bfloat16")
+    with WeightStore.create(filler.layout(), "cpu") as store:
+        filler.fill(store)
 
 
 def fill_without(model: Path, suffix: str, folder: Path) -> None:
@@ -39,6 +58,7 @@ def fill_without(model: Path, suffix: str, folder: Path) -> None:
     file = folder / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(suffix)}
     save_file(kept, file, metadata={"format": "pt"})
+    allow_float32_with_fp8()
     contents(folder, 2, "auto")
 
 
@@ -123,13 +143,35 @@ def block_fp8_linear(
     return torch.nn.functional.linear(input, weight.to(input.dtype) * scale, bias)
 
 
+def row_fp8_linear(
+    input: Any, weight: Any, weight_scale: Any, input_scale: Any = None, bias: Any = None, **settings: Any
+) -> torch.Tensor:
+    """Stock's FP8 product with a scale a row in plain PyTorch, quantising the input only by a given scale.
+
+    `weight` is [columns, rows], `weight_scale` [rows, 1].
+    """
+    if input_scale is not None:
+        assert input_scale.numel() == 1
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        quantised = (input / input_scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
+        input = quantised.to(input.dtype) * input_scale
+    assert weight_scale.shape == (weight.shape[1], 1)
+    return torch.nn.functional.linear(input, weight.t().to(input.dtype) * weight_scale, bias)
+
+
 def allow_float32_with_fp8() -> None:
-    """Let stock run block-wise FP8 in float32 on a CPU, where results can be equal to the last bit."""
-    from sglang.srt.layers.quantization import fp8_utils
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
+    """Let stock run FP8 in float32 on a CPU as it does on a GPU, so that results can be equal to the last bit."""
+    from sglang.srt.layers.quantization import fp8, fp8_utils
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_fp8
 
     fp8_utils.triton_w8a8_block_fp8_linear = block_fp8_linear
-    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
+    for module in (fp8_utils, fp8, compressed_tensors_w8a8_fp8):
+        module.apply_fp8_linear = row_fp8_linear
+    fp8.cutlass_fp8_supported = lambda: True
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    for config in (fp8.Fp8Config, compressed_tensors.CompressedTensorsConfig):
+        config.get_supported_act_dtypes = classmethod(lambda cls: [torch.float32])
 
 
 def compare_with_stock(model: Path, finest_tp: int) -> dict[str, Any]:
@@ -140,9 +182,11 @@ def compare_with_stock(model: Path, finest_tp: int) -> dict[str, Any]:
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    from sglang_adapt.upstream.weights.bind import bind_views
+    from sglang_adapt.upstream.weights.bind import assert_owns_no_weights, bind_views
     from sglang_adapt.upstream.weights.construct import build_model
     from sglang_adapt.upstream.weights.fill import _as_rank
+    from sglang_adapt.upstream.weights.loader import process_weights
+    from sglang_adapt.upstream.weights.row_fp8 import TensorFp8OnViews
 
     allow_float32_with_fp8()
     filler = filler_of(model, finest_tp)
@@ -162,7 +206,17 @@ def compare_with_stock(model: Path, finest_tp: int) -> dict[str, Any]:
             stock = loader.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
             ours = build_model(config, load_config, cpu)
             bind_views(ours, store, rank, tp_size)
+            process_weights(ours)
+            assert_owns_no_weights(ours, store)
         return ours, stock
+
+    def as_stock(model: Any, name: str, param: torch.Tensor) -> torch.Tensor:
+        """A parameter as stock has it after loading: FP8 with a scale a tensor is kept unchanged by ours."""
+        path, _, attribute = name.rpartition(".")
+        method = getattr(model.get_submodule(path), "quant_method", None)
+        if not isinstance(method, TensorFp8OnViews) or attribute == "bias":
+            return param
+        return {"weight": param.t(), "weight_scale": method._row_scales, "input_scale": method._input_scale}[attribute]
 
     with WeightStore.create(filler.layout(), "cpu") as owned, torch.no_grad():
         filler.fill(owned)
@@ -171,7 +225,7 @@ def compare_with_stock(model: Path, finest_tp: int) -> dict[str, Any]:
                 ours, stock = pair(rank, finest_tp, store)
                 theirs = dict(stock.named_parameters())
                 for name, param in ours.named_parameters():
-                    compare(f"rank {rank} {name}", param.float(), theirs[name].float())
+                    compare(f"rank {rank} {name}", as_stock(ours, name, param).float(), theirs[name].float())
             ours, stock = pair(0, 1, store)
             hidden = torch.randn(7, config.hf_config.hidden_size, generator=torch.Generator().manual_seed(0))
             with _as_rank(0, 1):

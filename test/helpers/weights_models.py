@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 FP8_BLOCK = 128
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+Fp8Kind = Literal["block", "tensor", "static", "channel"]
 _COMMON: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -27,11 +29,14 @@ _COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model to be written; `family` is the prefix of its transformers classes."""
+    """A model to be written; `family` is the prefix of its transformers classes.
+
+    FP8 is block-wise, with a scale a tensor (`static`: for activations too), or with a scale a channel.
+    """
 
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
-    block_fp8: bool = False
+    fp8: Fp8Kind | None = None
 
 
 MODELS = {
@@ -47,8 +52,13 @@ MODELS = {
     # Heads that are larger than hidden size over heads, and q/k norms.
     "qwen3": TinyModel("Qwen3", {"head_dim": 64}),
     # Shards of TP 2 end where the blocks of 128 end.
-    "qwen3_fp8": TinyModel("Qwen3", {"head_dim": 64}, block_fp8=True),
-    "qwen2_fp8": TinyModel("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4}, block_fp8=True),
+    "qwen3_fp8": TinyModel("Qwen3", {"head_dim": 64}, fp8="block"),
+    "qwen2_fp8": TinyModel("Qwen2", {"num_attention_heads": 4, "num_key_value_heads": 4}, fp8="block"),
+    "llama_fp8_tensor": TinyModel("Llama", {"head_dim": 32, "num_key_value_heads": 2}, fp8="tensor"),
+    "qwen2_fp8_tensor": TinyModel("Qwen2", fp8="tensor"),
+    "qwen3_fp8_static": TinyModel("Qwen3", {"head_dim": 64}, fp8="static"),
+    "llama_fp8_channel": TinyModel("Llama", {"head_dim": 32, "num_key_value_heads": 2}, fp8="channel"),
+    "qwen3_fp8_channel": TinyModel("Qwen3", {"head_dim": 64}, fp8="channel"),
     "qwen3_moe": TinyModel(
         "Qwen3Moe",
         {
@@ -80,31 +90,76 @@ def write_model(name: str, folder: Path) -> Path:
             if "norm" in key:
                 param.add_(torch.randn_like(param) * 0.2)
     network.save_pretrained(path)
-    if model.block_fp8:
-        _quantise(path)
+    if model.fp8 is not None:
+        _quantise(path, model.fp8)
     return path
 
 
-def _quantise(path: Path) -> None:
-    """Turn a checkpoint into a block-wise FP8 one, as those of Qwen3 are."""
+def _quantise(path: Path, kind: Fp8Kind) -> None:
+    """Turn a checkpoint into an FP8 one, with tensors named as in those that are published."""
     from safetensors.torch import load_file, save_file
 
     file = path / "model.safetensors"
     tensors = {}
-    for name, tensor in load_file(file).items():
+    for number, (name, tensor) in enumerate(load_file(file).items()):
         if not name.endswith("_proj.weight"):
             tensors[name] = tensor
             continue
-        rows, columns = tensor.shape
-        blocks = tensor.view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
-        scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-        tensors[name] = (blocks / scale[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scale
+        tensors[name], scale = _blocks(tensor) if kind == "block" else _rows(tensor, kind)
+        tensors[f"{name}_scale_inv" if kind == "block" else f"{name}_scale"] = scale
+        if kind == "static":
+            # Different for each, so that the largest of a fused layer's is found out.
+            tensors[f"{name.removesuffix('.weight')}.input_scale"] = torch.tensor(0.01 + number / 1000)
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-    }
+    config["quantization_config"] = _COMPRESSED_TENSORS if kind == "channel" else _fp8_settings(kind)
     (path / "config.json").write_text(json.dumps(config))
+
+
+def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = tensor.shape
+    blocks = tensor.view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
+    scale = blocks.abs().amax(dim=(1, 3)) / FP8_MAX
+    return (blocks / scale[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn), scale
+
+
+def _rows(tensor: torch.Tensor, kind: Fp8Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (tensor.abs().amax(dim=1, keepdim=True) if kind == "channel" else tensor.abs().amax()) / FP8_MAX
+    return (tensor / scale).to(torch.float8_e4m3fn), scale
+
+
+def _fp8_settings(kind: Fp8Kind) -> dict[str, Any]:
+    settings = {"quant_method": "fp8", "activation_scheme": "static" if kind == "static" else "dynamic"}
+    return settings | ({"weight_block_size": [FP8_BLOCK, FP8_BLOCK]} if kind == "block" else {})
+
+
+_COMPRESSED_TENSORS: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "channel",
+                "symmetric": True,
+                "dynamic": False,
+                "group_size": None,
+                "block_structure": None,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+                "group_size": None,
+                "block_structure": None,
+            },
+            "output_activations": None,
+        }
+    },
+}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_adapt.kv.geometry import GeometryError
-from sglang_adapt.kv.sizing import KvShape, PoolSettings, size_pool
+from sglang_adapt.kv.sizing import KvShape, PoolSettings, pool_cost, size_pool
 
 LLAMA_8B = KvShape(layers=32, kv_heads=8, head_dim=128, itemsize=2)
 WARMUP = (4, 2)
@@ -58,6 +58,19 @@ def test_tokens_are_rounded_down_to_pages() -> None:
 def test_what_cannot_be_is_refused_with_the_flag(tp_sizes: tuple[int, ...], page: int, tokens: int, text: str) -> None:
     with pytest.raises(GeometryError, match=re.escape(text)):
         settings(tp_sizes, page, tokens)
+
+
+@given(
+    tp_sizes=st.sampled_from([(1, 2), (1, 2, 4), (2, 4), (1, 8), (2, 8)]),
+    page=st.integers(1, 64).map(lambda half: 2 * half),
+    pages=st.integers(0, 1000),
+)
+def test_the_cost_of_a_pool_is_its_regions_size(tp_sizes: tuple[int, ...], page: int, pages: int) -> None:
+    cost = pool_cost(LLAMA_8B, tp_sizes, page, WARMUP)
+    tokens = cost.least_tokens + pages * page
+    assert cost.fixed_bytes + tokens * cost.token_bytes == settings(tp_sizes, page, tokens).geometry.region_bytes
+    with pytest.raises(GeometryError, match="is too little"):
+        settings(tp_sizes, page, cost.least_tokens - 1)
 
 
 @given(

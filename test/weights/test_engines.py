@@ -39,7 +39,7 @@ def _cases() -> list[Any]:
         pytest.param(name, tp, marks=() if (name, tp) in DEFAULT else pytest.mark.full)
         for name in MODELS
         for tp in (1, 2, 4)
-        if not MODELS[name].block_fp8
+        if MODELS[name].fp8 is None
     ]
 
 

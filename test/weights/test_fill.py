@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import weights_children as children
 from weights_engines import in_child
+from weights_models import MODELS
 
 from sglang_adapt.keeper import KeeperHandle
 
@@ -105,9 +106,20 @@ def test_a_model_that_does_not_fit_is_refused_by_parameter(
         in_child(context, children.bind, model(name), handle, tp_size, built_for, changes)
 
 
-@pytest.mark.parametrize("name", ["qwen3_fp8", "qwen2_fp8", "qwen3"])
-def test_shards_and_steps_of_layers_are_those_of_stock(context: ForkServerContext, model: Model, name: str) -> None:
-    found = in_child(context, children.compare_with_stock, model(name), 2)
+@pytest.mark.parametrize(
+    ("name", "finest_tp"),
+    [
+        ("qwen3", 2),
+        *((name, 2) for name in MODELS if MODELS[name].fp8),
+        # KV heads that the store repeats, and more than two blocks.
+        ("llama_fp8_tensor", 4),
+        ("llama_fp8_channel", 4),
+    ],
+)
+def test_shards_and_steps_of_layers_are_those_of_stock(
+    context: ForkServerContext, model: Model, name: str, finest_tp: int
+) -> None:
+    found = in_child(context, children.compare_with_stock, model(name), finest_tp)
     assert not found["differing"]
     # Two layers of at least six parameters on two ranks, and at least a step each.
     assert found["compared"] > 2 * (2 * 6 + 1)
@@ -121,8 +133,24 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(context: ForkServerContext,
 def test_fp8_of_other_kinds_and_off_block_borders_is_refused(context: ForkServerContext, model: Model) -> None:
     with pytest.raises(RuntimeError, match=r"a shard of KV heads has 64 rows at TP 4, .* blocks of 128"):
         in_child(context, children.layout_of, model("qwen3_fp8"), 4)
-    with pytest.raises(RuntimeError, match=r"quantised \(fp8\)"):
+    with pytest.raises(RuntimeError, match=r"quantised \(fp8\), and stock quantises them itself"):
         in_child(context, children.layout_of_online_fp8, model("qwen3"))
+
+
+@pytest.mark.parametrize("suffix", [".down_proj.weight_scale", ".k_proj.input_scale"])
+def test_a_scale_that_the_checkpoint_lacks_is_named(
+    context: ForkServerContext, model: Model, tmp_path: Path, suffix: str
+) -> None:
+    parameter = suffix.replace("k_proj", "qkv_proj")
+    with pytest.raises(RuntimeError, match=rf"nothing was loaded for model\.layers\.0\.[a-z_]+{parameter}"):
+        in_child(context, children.fill_without, model("qwen3_fp8_static"), suffix, tmp_path / "part")
+
+
+def test_fp8_that_stock_would_requantise_is_refused(context: ForkServerContext, model: Model) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"layers\.0\..*stock sglang changes FP8 weights .*--adapt-tp-sizes a single"
+    ):
+        in_child(context, children.fill_in_bfloat16, model("llama_fp8_tensor"))
 
 
 def test_a_weight_outside_the_store_is_found(context: ForkServerContext, model: Model, keeper: Keeper) -> None:

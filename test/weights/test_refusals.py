@@ -10,6 +10,7 @@ import pytest
 from sglang_adapt.upstream.weights.refusals import UnshareableError, check_shareable
 
 SETTINGS: dict[str, Any] = {
+    "device": "cuda",
     "enable_lora": False,
     "lora_paths": None,
     "pp_size": 1,
@@ -109,6 +110,65 @@ def test_block_fp8_is_shared_for_the_models_whose_scales_stock_loads() -> None:
         check(model("LlamaForCausalLM", "fp8", quantization_config=settings, **sizes))
     with pytest.raises(UnshareableError, match="an intermediate size has 200 rows at TP 128"):
         check(model("Qwen3ForCausalLM", "fp8", quantization_config=settings, **sizes | MANY_HEADS), (1, 128))
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    """A compressed-tensors configuration; FP8 with a scale a channel but for what is given."""
+    inputs = {"dynamic": weights.pop("dynamic_inputs", True)}
+    found = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True} | weights
+    group = {"weights": found, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fp8", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+        ("fp8", {"quant_method": "fp8", "activation_scheme": "static"}),
+        ("compressed-tensors", compressed()),
+    ],
+    ids=["tensor", "static", "channel"],
+)
+def test_fp8_with_a_scale_a_tensor_or_a_channel_is_shared(
+    architecture: str, method: str, settings: dict[str, Any]
+) -> None:
+    # No blocks, so that shards may end anywhere.
+    check(model(architecture, method, quantization_config=settings, intermediate_size=1000), (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "why"),
+    [
+        ("fp8", None, "stock quantises them itself while it loads them"),
+        ("compressed-tensors", compressed(strategy="tensor"), "stock requantises fused layers to their largest scale"),
+        ("compressed-tensors", compressed(strategy="block"), "only symmetric scales a channel"),
+        ("compressed-tensors", compressed(symmetric=False), "only symmetric scales a channel"),
+        ("compressed-tensors", compressed(dynamic_inputs=False), "only symmetric scales a channel"),
+        ("compressed-tensors", compressed(type="int"), "what a rank has of them differs"),
+        ("compressed-tensors", compressed(num_bits=4), "what a rank has of them differs"),
+        ("compressed-tensors", {"quant_method": "compressed-tensors"}, "what a rank has of them differs"),
+        ("gptq", {"quant_method": "gptq"}, "what a rank has of them differs"),
+    ],
+)
+def test_other_quantisation_is_refused_with_its_reason(method: str, settings: dict[str, Any] | None, why: str) -> None:
+    config = {} if settings is None else {"quantization_config": settings}
+    with pytest.raises(UnshareableError, match=rf"quantised \({method}\), and {why}.*--adapt-tp-sizes a single"):
+        check(model(quantization=method, **config))
+
+
+def test_experts_in_fp8_are_refused() -> None:
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    with pytest.raises(UnshareableError, match=r"per-tensor FP8 .* not for Qwen3MoeForCausalLM.*--adapt-tp-sizes"):
+        check(model("Qwen3MoeForCausalLM", "fp8", quantization_config=settings))
+
+
+def test_fp8_that_runs_on_gpus_only_is_refused_on_virtual_ones() -> None:
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    with pytest.raises(UnshareableError, match="run on GPUs only, and this machine has none"):
+        check(model(quantization="fp8", quantization_config=settings), device="cpu")
 
 
 def test_compiled_experts_are_refused() -> None:

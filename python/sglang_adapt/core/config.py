@@ -10,6 +10,8 @@ WARMUP_PROMPT = (0, 1, 2, 3)
 """Token ids of the request that every engine must answer before it counts as ready."""
 WARMUP_TOKENS = 2
 """Tokens that it generates."""
+WARMUP = (len(WARMUP_PROMPT), WARMUP_TOKENS)
+"""Its size, as `kv.sizing` takes it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class AdaptConfig:
         run_dir: private folder of this run's sockets, removed at the end.
         share_weights: keepers hold one copy of the weights for the engines of all TP sizes.
         start_method: multiprocessing's: `forkserver` or `spawn`.
+        overheads_file: where measured overheads of engines are kept, see `core.overheads`.
+        start_in_turn: engines of different TP sizes start one after the other, so that what they take of a GPU's
+            memory can be measured.
     """
 
     gpus: int
@@ -43,6 +48,8 @@ class AdaptConfig:
     run_dir: str
     share_weights: bool
     start_method: str
+    overheads_file: str
+    start_in_turn: bool
 
     @property
     def candidates(self) -> tuple[EngineSpec, ...]:

@@ -24,6 +24,7 @@ from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
 from sglang_adapt.front.settings import SettingsError, make_settings
+from sglang_adapt.policy.memory_plan import MemoryPlan, plan_lines
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,11 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         config.layout,
         ", ".join(map(str, config.candidates)),
     )
+    if isinstance(settings.memory, MemoryPlan):
+        for line in plan_lines(settings.memory):
+            logger.info("memory: %s", line)
+    else:
+        logger.info("memory: not planned: %s", settings.memory)
     control = f"ipc://{Path(run_dir) / 'control'}"
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
     launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool)

@@ -7,13 +7,17 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS, AdaptConfig
+from sglang_adapt.core.config import WARMUP, AdaptConfig
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
+from sglang_adapt.core.overheads import OverheadsFileError, default_overheads_file
+from sglang_adapt.front.memory import Deployment, plan_for, plans_for_fewer, read_all_overheads
 from sglang_adapt.kv.geometry import GeometryError
-from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS, PoolSettings, size_pool
+from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS, KvShape, PoolSettings, pool_cost, size_pool
 from sglang_adapt.memory.allocator import refuse_expandable_segments
+from sglang_adapt.policy.memory_plan import MemoryPlan, plan_fault
 
 VIRTUAL_GPUS_DEFAULT = 2
 VIRTUAL_GPUS_MAX = 32
@@ -34,11 +38,13 @@ class Settings:
     Attributes:
         config: sglang_adapt's own settings.
         server_args: stock ServerArgs by TP size.
+        memory: what goes where in memory, or why that is not known before it is loaded.
         pool: the KV pool of every GPU; None with one TP size, whose engines have pools of their own, as stock.
     """
 
     config: AdaptConfig
     server_args: dict[int, Any]
+    memory: MemoryPlan | str
     pool: PoolSettings | None = None
 
 
@@ -48,7 +54,8 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         "sglang_adapt",
         "The parallel layout and what keeps it alive. With several TP sizes, stock's --max-total-tokens and "
         "--page-size count tokens at the smallest one: --max-total-tokens are those that the KV pool of one GPU holds "
-        "(for an engine of t times that size it holds t times as many) and bound the length of a request; --page-size "
+        "(for an engine of t times that size it holds t times as many; default: what the memory plan leaves, on "
+        f"virtual GPUs {_VIRTUAL_MAX_TOTAL_TOKENS}) and bound the length of a request; --page-size "
         f"(default: {DEFAULT_PAGE_TOKENS}, on virtual GPUs {_VIRTUAL_PAGE_TOKENS}) are those of a page.",
     )
     group.add_argument(
@@ -104,6 +111,14 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         choices=["forkserver", "spawn"],
         help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, "
         "because importing sglang initialises CUDA (default: spawn on a machine with NVIDIA GPUs, else forkserver)",
+    )
+    group.add_argument(
+        "--adapt-overheads-file",
+        metavar="FILE",
+        type=Path,
+        default=default_overheads_file(),
+        help="where it is kept what engines were seen to take of a GPU's memory beyond weights and KV; read for the "
+        "memory plan, written when an engine starts that nothing disturbs (default: %(default)s)",
     )
 
 
@@ -181,21 +196,24 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
             extra += ["--max-total-tokens", str(_VIRTUAL_MAX_TOTAL_TOKENS)]
         if first.max_running_requests is None:
             extra += ["--max-running-requests", str(_VIRTUAL_MAX_RUNNING_REQUESTS)]
-    elif first.max_total_tokens is None:
-        raise SettingsError(
-            "--max-total-tokens is not given: the engines share each GPU's memory, so the KV pool cannot be sized "
-            "from what is free; give the number of tokens that a GPU is to hold for engines of the smallest TP size"
-        )
-    finest = upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp_sizes[-1])])
-    server_args, pool = {tp_sizes[-1]: finest}, None
+    server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
+    finest = server_args[tp_sizes[-1]]
+    pool = shape = None
+    page_size = finest.page_size
     if len(tp_sizes) > 1:
         fault = upstream.sharing_fault(finest, tp_sizes)
         if fault is not None:
             raise SettingsError(fault)
-        page_size = upstream.asked_page_size(rest)
-        if page_size is None:
-            page_size = _VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS
-        pool = _pool(finest, tp_sizes, page_size)
+        shape = _kv_shape(finest)
+        asked = upstream.asked_page_size(rest)
+        page_size = asked or (_VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS)
+        # A pool that cannot be, of whatever size, is refused before it is planned.
+        pool = _pool(shape, tp_sizes, page_size, finest.max_total_tokens)
+    memory = _plan_memory(server_args, gpus, virtual, ours.adapt_overheads_file, shape, page_size)
+    if shape is not None:
+        if isinstance(memory, MemoryPlan):
+            pool = _pool(shape, tp_sizes, page_size, memory.tokens)
+        assert pool is not None
         server_args = {tp: _on_pool([*rest, *extra, "--tp-size", str(tp)], pool, tp) for tp in tp_sizes}
     config = AdaptConfig(
         gpus=gpus,
@@ -210,24 +228,82 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         run_dir=run_dir,
         share_weights=len(tp_sizes) > 1,
         start_method=start_method,
+        overheads_file=str(ours.adapt_overheads_file),
+        start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
-    return Settings(config, server_args, pool)
+    return Settings(config, server_args, memory, pool)
 
 
-def _pool(server_args: Any, tp_sizes: tuple[int, ...], page_size: int) -> PoolSettings:
-    """The KV pool that the command line asks for."""
+def _plan_memory(
+    server_args: dict[int, Any],
+    gpus: int,
+    virtual: bool,
+    overheads_file: Path,
+    kv_shape: KvShape | None,
+    page_size: int,
+) -> MemoryPlan | str:
+    """Plan the memory of a deployment; or why it cannot be planned, where that does no harm.
+
+    Args:
+        server_args: by TP size; what they say of pages does not count.
+        kv_shape: for the KV pool of each GPU; None with one TP size, whose engines have pools of their own.
+        page_size: tokens of a page at the smallest TP size.
+
+    Raises:
+        SettingsError: it does not fit, or the KV pool has to be sized and the sizes are not known.
+    """
+    from sglang_adapt.memory.free import FreeMemoryError, gpu_memory, host_memory
+    from sglang_adapt.upstream.weights.sizes import decode_graph_batch, model_sizes
+
+    tp_sizes = tuple(server_args)
+    args = server_args[tp_sizes[-1]]
+    sizes = model_sizes(args, tp_sizes)
+    if isinstance(sizes, str):
+        if args.max_total_tokens is None and len(tp_sizes) > 1:
+            raise SettingsError(f"--max-total-tokens is not given, and the KV pool cannot be sized: {sizes}")
+        return sizes
+    try:
+        deployment = Deployment(
+            gpus=(host_memory(),)
+            if virtual
+            else tuple(gpu_memory(args.base_gpu_id + gpu * args.gpu_id_step).now() for gpu in range(gpus)),
+            gpu_count=gpus,
+            virtual=virtual,
+            sizes=sizes,
+            graph_batch={tp: decode_graph_batch(server_args[tp]) for tp in tp_sizes},
+            overheads=read_all_overheads(overheads_file),
+            share=args.mem_fraction_static,
+            page=page_size,
+            kv_shape=kv_shape,
+        )
+    except (FreeMemoryError, OverheadsFileError) as error:
+        raise SettingsError(str(error)) from None
+    plan = plan_for(deployment, tp_sizes, args.max_total_tokens)
+    fault = plan_fault(plan, plans_for_fewer(deployment, tp_sizes))
+    if fault is not None:
+        raise SettingsError(fault)
+    return plan
+
+
+def _kv_shape(server_args: Any) -> KvShape:
+    """The shapes of the model's KV, or why it cannot be pooled."""
     from sglang_adapt.upstream import front as upstream
     from sglang_adapt.upstream.kv_shape import UnpoolableError
 
     try:
-        return size_pool(
-            upstream.pool_shape(server_args),
-            tp_sizes,
-            page_size,
-            server_args.max_total_tokens,
-            (len(WARMUP_PROMPT), WARMUP_TOKENS),
-        )
-    except (GeometryError, UnpoolableError) as error:
+        return upstream.pool_shape(server_args)
+    except UnpoolableError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _pool(shape: KvShape, tp_sizes: tuple[int, ...], page_size: int, tokens: int | None) -> PoolSettings | None:
+    """The KV pool of `tokens` tokens; None, and only the rest is checked, where the plan has to say how many."""
+    try:
+        if tokens is None:
+            pool_cost(shape, tp_sizes, page_size, WARMUP)
+            return None
+        return size_pool(shape, tp_sizes, page_size, tokens, WARMUP)
+    except GeometryError as error:
         raise SettingsError(str(error)) from None
 
 

@@ -51,6 +51,30 @@ class PoolSettings:
     request_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolCost:
+    """What a pool takes of each GPU, by the tokens that it is to hold: `fixed_bytes + tokens * token_bytes`.
+
+    Attributes:
+        fixed_bytes: of the dummy block, and of what is kept for the engines that are not in the layout.
+        token_bytes: of each token, in whole pages.
+        least_tokens: a pool of fewer is refused.
+    """
+
+    fixed_bytes: int
+    token_bytes: int
+    least_tokens: int
+
+
+def pool_cost(shape: KvShape, tp_sizes: tuple[int, ...], page_tokens: int, warmup: tuple[int, int]) -> PoolCost:
+    """What the pools that `size_pool` makes take; arguments and errors as there."""
+    least = _least_tokens(max(1, page_tokens))
+    region_bytes = size_pool(shape, tp_sizes, page_tokens, least, warmup).geometry.region_bytes
+    page_more = size_pool(shape, tp_sizes, page_tokens, least + page_tokens, warmup).geometry.region_bytes
+    token_bytes = (page_more - region_bytes) // page_tokens
+    return PoolCost(region_bytes - least * token_bytes, token_bytes, least)
+
+
 def size_pool(
     shape: KvShape, tp_sizes: tuple[int, ...], page_tokens: int, max_total_tokens: int, warmup: tuple[int, int]
 ) -> PoolSettings:
@@ -80,8 +104,7 @@ def size_pool(
             f"tokens, because a rank stores {local_heads} of the model's {shape.kv_heads} KV heads"
         )
     blocks = max_total_tokens // page_tokens
-    # Stock admits a request if prompt, output and one page more fit into what is free.
-    least = -(-(MIN_REQUEST_TOKENS + 2 * page_tokens) // page_tokens) * page_tokens
+    least = _least_tokens(page_tokens)
     if max_total_tokens < least:
         raise GeometryError(
             f"--max-total-tokens {max_total_tokens} is too little: with pages of {page_tokens} tokens (--page-size) "
@@ -103,6 +126,11 @@ def size_pool(
         standby_blocks=standby,
         request_tokens=(blocks - 2) * page_tokens,
     )
+
+
+def _least_tokens(page_tokens: int) -> int:
+    """Stock admits a request if prompt, output and one page more fit into what is free."""
+    return -(-(MIN_REQUEST_TOKENS + 2 * page_tokens) // page_tokens) * page_tokens
 
 
 def _blocks_to_run(page: int, prompt: int, new: int) -> int:

@@ -32,6 +32,7 @@ from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
 from sglang_adapt.router.modes import Modes
+from sglang_adapt.router.observe import make_observer, start_waves
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.restarts import RestartLimit
@@ -110,6 +111,8 @@ class _Process:
         self.modes: Modes | None = None
         self._asked: set[asyncio.Task[None]] = set()
         self._engines_started = False
+        self._waves = start_waves(args.config.candidates, args.config.start_in_turn)
+        self._observer = make_observer(args.config, args.server_args)
         self._failed = False
 
     async def run(self) -> None:
@@ -193,9 +196,15 @@ class _Process:
             raise SystemExit(1)
 
     def _start_engines(self) -> None:
-        for spec in self._config.candidates:
+        """Start the next wave of engines."""
+        for spec in self._waves.pop(0):
             logger.info("engine %s: starting %d rank%s", spec, spec.tp, "s" if spec.tp > 1 else "")
             self._router.engines[spec.name].pids = self._supervisor.start(spec).pids
+
+    def _started_engines(self) -> list[EngineSpec]:
+        """All but those whose wave has not come yet."""
+        waiting = {spec for wave in self._waves for spec in wave}
+        return [spec for spec in self._config.candidates if spec not in waiting]
 
     # What the keepers tell.
 
@@ -259,7 +268,7 @@ class _Process:
         logger.error("%s; its engines are started anew when it has loaded", why)
         self._supervisor.hold()
         args = self._args.server_args[self._config.tp_sizes[-1]]
-        for spec in self._config.candidates:
+        for spec in self._started_engines():
             if any(self._device(args, gpu) in devices for gpu in spec.gpus):
                 self._supervisor.kill(spec, why)
 
@@ -281,6 +290,8 @@ class _Process:
         engine = self._router.engines[spec.name]
         engine.restarts = number
         engine.state = EngineState.STARTING
+        if self._observer is not None:
+            self._observer.starting(spec)
         if spec in self._inputs:
             self._inputs[spec].close(linger=0)
             self._outputs[spec].close()
@@ -347,6 +358,8 @@ class _Process:
 
     def _on_lost(self, spec: EngineSpec, why: str, again: bool) -> None:
         engine = self._router.engines[spec.name]
+        if self._observer is not None:
+            self._observer.lost(spec)
         text = f"engine {spec.name} is down: {why}"
         self.calls.engine_lost(spec.name, why)
         if not self._keepers.ready:
@@ -379,6 +392,11 @@ class _Process:
         ready = sum(other.state is EngineState.READY for other in engines)
         seconds = time.monotonic() - self._supervisor.run_of(self._specs[engine.name]).started_at
         logger.info("engine %s: ready after %.1f s (%d of %d)", engine.name, seconds, ready, len(engines))
+        if self._observer is not None:
+            spec = self._specs[engine.name]
+            self._observer.warm(spec, self._infos[spec]["max_total_num_tokens"])
+        if self._waves and ready == len(engines) - sum(map(len, self._waves)):
+            self._start_engines()
         if self.modes is not None:
             self.modes.engine_ready(self._specs[engine.name])
 
@@ -473,7 +491,7 @@ class _Process:
             self._router.fail_all(f"the server shut down before this request was done ({timeout_s:.0f} s)")
         stopping = self._loop.create_task(self._supervisor.stop(_STOP_TIMEOUT_S))
         await asyncio.sleep(0)
-        for spec in self._config.candidates:
+        for spec in self._started_engines():
             engine = self._router.engines[spec.name]
             if engine.state is EngineState.READY:
                 engine.state = EngineState.STOPPED

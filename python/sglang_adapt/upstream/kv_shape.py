@@ -91,13 +91,24 @@ def _check_model(config: ModelConfig) -> None:
         raise UnpoolableError(f"{name} {kind}: it cannot be pooled for several TP sizes. {_WAY_OUT}")
 
 
+def kv_item_bytes(kv_cache_dtype: str, config: ModelConfig) -> int | None:
+    """Bytes of an element of KV; None for types that have scales or are packed. See stock's kv_cache_dtype.py."""
+    if kv_cache_dtype != "auto":
+        return _ITEMSIZES.get(kv_cache_dtype)
+    settings = getattr(config.hf_config, "quantization_config", None) or {}
+    return None if settings.get("kv_cache_scheme") else config.dtype.itemsize
+
+
 def _itemsize(dtype: str, config: ModelConfig) -> int:
-    if dtype == "auto":
-        itemsize: int = config.dtype.itemsize
-        return itemsize
-    if dtype not in _ITEMSIZES:
+    itemsize = kv_item_bytes(dtype, config)
+    if itemsize is None and dtype == "auto":
+        raise UnpoolableError(
+            "the model's configuration has its KV quantised (kv_cache_scheme), which the pool does not know; give a "
+            f"--kv-cache-dtype, one of {', '.join(_ITEMSIZES)}. {_WAY_OUT}"
+        )
+    if itemsize is None:
         raise UnpoolableError(
             f"--kv-cache-dtype {dtype} stores scales beside the elements, which the pool has no room for; use auto, "
             f"{', '.join(_ITEMSIZES)}. {_WAY_OUT}"
         )
-    return _ITEMSIZES[dtype]
+    return itemsize

@@ -66,16 +66,11 @@ def _mark_sent(req: Any, count: int) -> None:
     req.send_token_offset = count
     req.send_decode_id_offset = len(req.surr_and_decode_ids)
     if req.return_logprob:
-        logprob = req.logprob
-        # Sent already; only their number matters.
-        for name in (
-            "output_token_logprobs_val",
-            "output_token_logprobs_idx",
-            "output_top_logprobs_val",
-            "output_top_logprobs_idx",
-            "output_token_ids_logprobs_val",
-            "output_token_ids_logprobs_idx",
-        ):
-            setattr(logprob, name, [None] * count)
+        for kind in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
+            for part in ("val", "idx"):
+                # Sent already: of the output only their number matters, of the input that they are not None, which
+                # is how stock knows them to be computed.
+                setattr(req.logprob, f"output_{kind}_{part}", [None] * count)
+                setattr(req.logprob, f"input_{kind}_{part}", [])
         req.send_output_token_logprobs_offset = count
         req.input_logprob_sent = True

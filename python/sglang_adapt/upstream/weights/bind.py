@@ -9,6 +9,7 @@ from sglang_adapt.upstream.weights.block_fp8 import allow_strided_block_fp8
 from sglang_adapt.upstream.weights.block_order import BlockOrderReport, read_block_order
 from sglang_adapt.upstream.weights.experts import allow_strided_experts
 from sglang_adapt.upstream.weights.params import ModelParam, describe_model, expected_param, model_params
+from sglang_adapt.upstream.weights.row_fp8 import allow_row_fp8
 from sglang_adapt.weights import WeightStore
 
 
@@ -38,6 +39,7 @@ def bind_views(
         _replace(param, views[param.name].clone() if is_scale else views[param.name])
     allow_strided_experts(model)
     allow_strided_block_fp8(model)
+    allow_row_fp8(model, store.finest_tp, filling)
     if store.blocks_per_rank(tp_size) == 1:
         return BlockOrderReport()
     return read_block_order(model, store.finest_tp)

@@ -36,19 +36,19 @@ class StridedBlockFp8(Patch):
 
 
 def allow_strided_block_fp8(model: nn.Module) -> None:
-    """Make the FP8 layers of a model, if it has any, take views of a store.
+    """Make the block-wise FP8 layers of a model, if it has any, take views of a store (others: `row_fp8`).
 
     Raises:
-        UnshareableError: FP8 of another kind than block-wise, or on another backend than Triton.
+        UnshareableError: weights that stock quantises or repacks itself, or another backend than Triton.
     """
     layers = [
         (name, module.quant_method)
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "quant_method", None), Fp8LinearMethod)
+        if isinstance(getattr(module, "quant_method", None), Fp8LinearMethod) and module.quant_method.block_quant
     ]
     for name, method in layers:
-        if not method.block_quant or method.use_mxfp8 or method.use_marlin or not method.is_checkpoint_fp8_serialized:
-            raise UnshareableError(f"{name}: of FP8 weights only block-wise ones, quantised beforehand, can be shared")
+        if method.use_mxfp8 or method.use_marlin or not method.is_checkpoint_fp8_serialized:
+            raise UnshareableError(f"{name}: of block-wise FP8 weights only those quantised beforehand can be shared")
         if method.w8a8_block_fp8_linear is not fp8_utils.triton_w8a8_block_fp8_linear:
             raise UnshareableError(
                 f"{name} runs on {method.w8a8_block_fp8_linear.__name__}, which does not take the strides of shared "

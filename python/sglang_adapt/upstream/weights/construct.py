@@ -11,6 +11,7 @@ import torch
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization import unquant
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.utils import set_default_torch_dtype
@@ -21,6 +22,7 @@ _METHODS: tuple[Any, ...] = (
     unquant.UnquantizedEmbeddingMethod,
     unquant.UnquantizedFusedMoEMethod,
     Fp8LinearMethod,
+    CompressedTensorsLinearMethod,
 )
 
 

@@ -141,12 +141,15 @@ class StoreFiller:
 
 
 def assert_all_written(store: WeightStore) -> None:
-    """Raise RuntimeError if a matrix of a filled store is all zeros.
+    """Raise RuntimeError if a matrix of a filled store is all zeros, or a scale of one is.
 
     Stock passes over names in a checkpoint that it does not know, and parameters that no name was found for.
     """
     for entry in store.manifest.entries:
-        if len(entry.shape) > 1 and not bool(store.full(entry.name).view(torch.uint8).any()):
+        whole = store.full(entry.name)
+        is_scale = entry.name.endswith((".weight_scale", ".input_scale"))
+        empty = (len(entry.shape) > 1 and not whole.view(torch.uint8).any()) or (is_scale and not whole.all())
+        if empty:
             raise RuntimeError(
                 f"nothing was loaded for {entry.name}: the checkpoint has no tensor for it under a name that stock's "
                 f"loader of this model knows"

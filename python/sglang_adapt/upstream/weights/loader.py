@@ -56,10 +56,15 @@ class ViewLoader(BaseModelLoader):
         store = WeightStore.open(self._handle)
         model = build_model(model_config, self.load_config, torch.device(device_config.device))
         report = bind_views(model, store, rank, tp_size)
-        for module in model.modules():
-            method = getattr(module, "quant_method", None)
-            if method is not None:
-                method.process_weights_after_loading(module)
+        process_weights(model)
         assert_owns_no_weights(model, store)
         logger.info("Weights are views of the shared copy (rank %d of %d): %s", rank, tp_size, report)
         return model.eval()
+
+
+def process_weights(model: nn.Module) -> None:
+    """What stock does after loading, for a model whose parameters are views."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)

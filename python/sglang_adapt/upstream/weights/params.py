@@ -14,6 +14,7 @@ from sglang.srt.layers.linear import (
     RowParallelLinear,
 )
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.parameter import PerTensorScaleParameter
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch import nn
@@ -73,7 +74,11 @@ def model_params(model: nn.Module, tp_size: int) -> list[ModelParam]:
             if (first := found.get(id(param))) is not None:
                 found[id(param)] = ModelParam(first.name, (*first.owners, owner), first.kind, first.dim)
                 continue
-            kind, dim = _sharding(name, module, attribute, tp_size)
+            if isinstance(param, PerTensorScaleParameter):
+                # One scale for each part of a fused layer, the same on all ranks.
+                kind, dim = ParamKind.REPLICATED, None
+            else:
+                kind, dim = _sharding(name, module, attribute, tp_size)
             found[id(param)] = ModelParam(name, (owner,), kind, dim)
     return list(found.values())
 
@@ -116,7 +121,7 @@ def expected_param(param: ModelParam, finest_tp: int) -> ExpectedParam:
     """
     tensor, module = param.param, param.module
     shape = list(tensor.shape)
-    if isinstance(module, QKVParallelLinear):
+    if isinstance(module, QKVParallelLinear) and param.kind is ParamKind.COLUMN:
         block_rows = module.quant_method.weight_block_size[0] if param.attribute == BLOCK_SCALE else 1
         blocks = finest_tp // module.tp_size
         heads = module.total_num_heads // finest_tp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ ARCHITECTURES = (
 
 BLOCK_FP8_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Those of them for which stock loads the scales of block-wise FP8 checkpoints (not Llama's: models/llama.py)."""
+
+ROW_FP8_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Those of them whose FP8 weights with a scale a tensor or a row (output channel) can be shared."""
 
 WAY_OUT = (
     "Give --adapt-tp-sizes a single value: with one TP size nothing is shared and it is served as stock sglang does"
@@ -93,6 +96,12 @@ def check_shareable(server_args: ServerArgs, model_config: ModelConfig, tp_sizes
         if is_set(server_args):
             raise UnshareableError(f"{what} cannot be used on shared weights: {why}. {WAY_OUT}")
     check_model(model_config, max(tp_sizes))
+    settings = getattr(model_config.hf_config, "quantization_config", None)
+    if settings and not settings.get("weight_block_size") and server_args.device == "cpu":
+        raise UnshareableError(
+            "FP8 weights with a scale a tensor or a channel run on GPUs only, and this machine has none. Use a "
+            "checkpoint that is not quantised"
+        )
     if server_args.enable_torch_compile and getattr(model_config.hf_config, "num_experts", None):
         raise UnshareableError(
             f"--enable-torch-compile runs the experts of batches of one in code of its own, which reads gate and up in "
@@ -130,24 +139,47 @@ def check_model(model_config: ModelConfig, finest_tp: int) -> None:
             raise UnshareableError(
                 f"an intermediate size of {size} cannot be shared out to {finest_tp} ranks; lower the largest TP size"
             )
-    if model_config.quantization is not None:
+    if (getattr(config, "quantization_config", None) or {}).get("weight_block_size"):
         _check_block_borders(config, kv_heads, finest_tp)
 
 
 def _check_quantisation(config: Any, method: str) -> None:
-    """Refuse every quantisation but block-wise FP8 of dense layers."""
+    """Refuse every quantisation but FP8 of dense layers, block-wise, with a scale a tensor, or with one a row."""
     settings = getattr(config, "quantization_config", None) or {}
-    if method != "fp8" or not settings.get("weight_block_size"):
+    kind, why = _fp8_kind(settings, method)
+    if kind is None:
         raise UnshareableError(
-            f"the weights are quantised ({method}), and what a rank has of them differs between TP sizes. Use a "
-            "checkpoint that is not quantised, or one in block-wise FP8 (with weight_block_size in its "
-            f"configuration). {WAY_OUT}"
+            f"the weights are quantised ({method}), and {why}. Use a checkpoint that is not quantised, or one in FP8: "
+            f"block-wise (with weight_block_size in its configuration), with a scale a tensor, or in "
+            f"compressed-tensors with a scale a channel. {WAY_OUT}"
         )
-    if not any(name in BLOCK_FP8_ARCHITECTURES for name in config.architectures):
+    known = BLOCK_FP8_ARCHITECTURES if kind == "block-wise" else ROW_FP8_ARCHITECTURES
+    if not any(name in known for name in config.architectures):
         raise UnshareableError(
-            f"block-wise FP8 weights can be shared for {', '.join(BLOCK_FP8_ARCHITECTURES)}, not for "
+            f"{kind} FP8 weights can be shared for {', '.join(known)}, not for "
             f"{', '.join(config.architectures)}; use a checkpoint that is not quantised. {WAY_OUT}"
         )
+
+
+def _fp8_kind(settings: Mapping[str, Any], method: str) -> tuple[str | None, str]:
+    """What kind of FP8 a checkpoint's configuration tells of, or None and why it cannot be shared."""
+    if method == "fp8":
+        if not settings:
+            return None, "stock quantises them itself while it loads them, for each TP size anew"
+        if settings.get("weight_block_size"):
+            return "block-wise", ""
+        return "per-tensor", ""
+    if method != "compressed-tensors":
+        return None, "what a rank has of them differs between TP sizes"
+    for group in (settings.get("config_groups") or {None: {}}).values():
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+            return None, "what a rank has of them differs between TP sizes"
+        if weights.get("strategy") == "tensor":
+            return None, "stock requantises fused layers to their largest scale after loading, in the shared copy"
+        if weights.get("strategy") != "channel" or not inputs.get("dynamic") or not weights.get("symmetric", True):
+            return None, "only symmetric scales a channel with dynamic activations are known to be shareable"
+    return "per-channel", ""
 
 
 def _check_block_borders(config: Any, kv_heads: int, finest_tp: int) -> None:

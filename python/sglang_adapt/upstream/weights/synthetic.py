@@ -8,7 +8,7 @@ them up. `SyntheticLoader` does that for a stock engine as well: give its class 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ _EMBEDDING_STD = 1.0
 _HEAD_STD = 0.04
 _NORM_STD = 0.1
 _FP8_STD = 64.0
+_INPUT_SCALE = 0.02
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,33 @@ def _mlp(config: Any, prefix: str) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(f"{name}.down_proj.weight", (hidden, size))
 
 
-def _in_block_fp8(tensor: CheckpointTensor, block: Sequence[int] | None) -> Iterator[CheckpointTensor]:
-    """A tensor as it is; a linear layer's weight in a block-wise FP8 checkpoint with its scales."""
-    if block is None or not tensor.name.endswith("_proj.weight"):
-        yield tensor
-        return
-    rows, columns = (-(-size // step) for size, step in zip(tensor.shape, block, strict=True))
-    yield replace(tensor, std=_FP8_STD, dtype=torch.float8_e4m3fn)
+def quantised_tensors(config: Any) -> Iterator[CheckpointTensor]:
+    """The same in the checkpoint's own format: with the scales of its weights if it is quantised."""
+    settings = getattr(config, "quantization_config", None) or {}
+    for tensor in checkpoint_tensors(config):
+        if settings and tensor.name.endswith("_proj.weight"):
+            yield replace(tensor, std=_FP8_STD, dtype=torch.float8_e4m3fn)
+            yield from _scales(tensor, settings)
+        else:
+            yield tensor
+
+
+def _scales(tensor: CheckpointTensor, settings: Mapping[str, Any]) -> Iterator[CheckpointTensor]:
+    """The scales of a linear layer's weight: for each block, for each row (compressed-tensors), or one."""
     scale = tensor.std / _FP8_STD
-    yield CheckpointTensor(f"{tensor.name}_scale_inv", (rows, columns), mean=scale, std=scale / 10, dtype=torch.float32)
+    name = f"{tensor.name}_scale"
+    shape: tuple[int, ...]
+    if settings.get("weight_block_size"):
+        name = f"{tensor.name}_scale_inv"
+        shape = tuple(-(-size // step) for size, step in zip(tensor.shape, settings["weight_block_size"], strict=True))
+    elif settings["quant_method"] == "compressed-tensors":
+        shape = (tensor.shape[0], 1)
+    else:
+        shape = ()
+    yield CheckpointTensor(name, shape, mean=scale, std=scale / 10, dtype=torch.float32)
+    if settings.get("activation_scheme") == "static":
+        name = f"{tensor.name.removesuffix('.weight')}.input_scale"
+        yield CheckpointTensor(name, (), mean=_INPUT_SCALE, std=_INPUT_SCALE / 10, dtype=torch.float32)
 
 
 def _norm(name: str, size: int) -> CheckpointTensor:
@@ -116,7 +135,5 @@ class SyntheticLoader(DefaultModelLoader):
     def _get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
         check_model(model_config, 1)
         device = next(model.parameters()).device
-        settings = getattr(model_config.hf_config, "quantization_config", None) or {}
-        for plain in checkpoint_tensors(model_config.hf_config):
-            for tensor in _in_block_fp8(plain, settings.get("weight_block_size")):
-                yield tensor.name, tensor.draw(model_config.dtype, device)
+        for tensor in quantised_tensors(model_config.hf_config):
+            yield tensor.name, tensor.draw(model_config.dtype, device)
