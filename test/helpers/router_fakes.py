@@ -75,6 +75,12 @@ class World:
     def output(self, name: str, rids: Sequence[str], reasons: Sequence[dict | None]) -> None:
         self.router.on_engine_message(self.engine(name), msgpack_encode(token_output(rids, reasons)))
 
+    def tokens(self, name: str, rid: str, decoded: Sequence[int], total: int) -> None:
+        """One request's output: token ids, of which the last are new, and how many it has now."""
+        output = token_output([rid], [None])
+        output.decode_ids, output.completion_tokens = [array("q", decoded)], [total]
+        self.reply(name, output)
+
     def reply(self, name: str, message: object) -> None:
         self.router.on_engine_message(self.engine(name), msgpack_encode(message))
 
@@ -84,9 +90,11 @@ class World:
 
     def check(self) -> None:
         """The router's invariant."""
-        where = {rid: name for name, engine in self.router.engines.items() for rid in engine.in_flight}
-        assert len(where) == sum(len(engine.in_flight) for engine in self.router.engines.values())
-        assert {rid: engine.name for rid, engine in self.router._where.items()} == where
+        holders = self.router._holders()
+        where = {rid: holder.name for holder in holders for rid in holder.in_flight}
+        assert len(where) == sum(len(holder.in_flight) for holder in holders)
+        assert {rid: holder.name for rid, holder in self.router._where.items()} == where
+        assert self.router.journal.keys() == where.keys()
 
 
 def generate(rid: str, tokens: int = 8) -> io_struct.TokenizedGenerateReqInput:

@@ -82,19 +82,50 @@ def test_an_abort_goes_where_the_request_is() -> None:
     world.check()
 
 
-def test_a_dead_engine_ends_its_requests_with_503_and_no_others() -> None:
+def test_a_dead_engine_strands_its_requests_and_no_others() -> None:
     world = World().warm()
     for rid in "abcd":
         world.request(rid)
     world.router.engine_lost(world.engine("tp1@0"), EngineState.DEAD, "engine tp1@0 is down: killed")
-    assert [(m.rid, m.finished_reason["status_code"]) for m in world.tokenizer] == [("a", 503), ("c", 503)]
-    assert "engine tp1@0 is down" in world.tokenizer[0].finished_reason["message"]
-    assert world.router.in_flight == 2
+    assert sorted(world.router.stranded.in_flight) == ["a", "c"]
+    assert world.tokenizer == []
+    assert world.router.in_flight == 4
+    assert world.router.send_again("a")
+    assert world.seen("tp1@1")[-1] == "a"
+    world.send(io_struct.AbortReq(rid="c"))
+    assert [m.rid for m in world.tokenizer] == ["c"]
+    world.check()
     world.request("e")
     assert world.seen("tp1@1")[-1] == "e"
     world.warm("tp1@0")
     world.request("f")
     assert world.seen("tp1@0")[-1] == "f"
+    world.check()
+
+
+def test_a_request_whose_engines_die_again_and_again_ends_with_503() -> None:
+    world = World().warm()
+    world.request("a")
+    for name in ("tp1@0", "tp1@1", "tp1@0"):
+        assert world.tokenizer == []
+        world.router.engine_lost(world.engine(name), EngineState.DEAD, f"engine {name} is down: killed")
+        if world.router.stranded.in_flight:
+            assert world.router.send_again("a")
+        world.warm(name)
+    [error] = world.tokenizer
+    assert error.finished_reason["status_code"] == 503
+    assert "3 engines died while they ran this request" in error.finished_reason["message"]
+    world.check()
+
+
+def test_where_no_engine_can_come_back_stranded_requests_end_with_503() -> None:
+    world = World().warm()
+    world.request("a")
+    world.router.engine_lost(world.engine("tp1@1"), EngineState.FAILED, "engine tp1@1 is down: killed")
+    assert world.tokenizer == []
+    world.router.engine_lost(world.engine("tp1@0"), EngineState.FAILED, "engine tp1@0 is down: killed")
+    [error] = world.tokenizer
+    assert "no engine is left to go on" in error.finished_reason["message"]
     world.check()
 
 
@@ -251,6 +282,11 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             self.world.warm(name)
 
+    @rule()
+    def repair(self) -> None:
+        for rid in list(self.world.router.stranded.in_flight):
+            self.world.router.send_again(rid)
+
     @invariant()
     def each_request_is_somewhere_once(self) -> None:
         if not hasattr(self, "world"):
@@ -260,7 +296,8 @@ class AnyOrder(RuleBasedStateMachine):
         for output in self.world.outputs:
             ended += [r for r, reason in zip(output.rids, output.finished_reasons, strict=True) if reason]
         assert len(ended) == len(set(ended))
-        running = {rid for engine in self.world.router.engines.values() for rid in engine.in_flight}
+        holders = [*self.world.router.engines.values(), self.world.router.stranded]
+        running = {rid for engine in holders for rid in engine.in_flight}
         assert running | set(ended) == self.sent
         assert not running & set(ended)
 
