@@ -4,8 +4,8 @@
     python benchmark/storm.py --seconds 600 --kill-every 5     # and a process of an engine killed every 5 s
 
 Every answer is compared with that of the same request before the storm. Without kills every request must be answered,
-and right; with kills a 503 is counted and allowed. After each switch at rest the ledgers must add up. Exit code 0 if all
-held.
+and right; with kills a 503 is counted and allowed. After each switch at rest the ledgers must add up. Exit code 0 if
+all held.
 """
 
 from __future__ import annotations
