@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_adapt.core.messages import LayoutAnswer
-from sglang_adapt.front.layout_api import PATH, LayoutApi, is_loopback
+from sglang_adapt.front.layout_api import PATH, LayoutApi
 
 ORDER = b'{"layout": "tp2@0-1", "strategy": "migrate"}'
 
