@@ -1,4 +1,4 @@
-"""The layout of a running server of ours, read and changed over HTTP."""
+"""The layout of a running server of ours, read and changed over HTTP, and what its ledgers must add up to."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Layouts:
     def __init__(self, session: aiohttp.ClientSession, url: str, timeout_s: float = 120.0) -> None:
         self._session = session
         self._url = f"{url}/adapt/layout"
+        self._engines_url = f"{url}/adapt/engines"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def switch(self, layout: str, strategy: str = "auto") -> Switched:
@@ -57,7 +58,30 @@ class Layouts:
             raise SwitchFailedError(f"GET: HTTP {response.status}: {body.get('message', body)}")
         return body
 
+    async def engines(self) -> dict[str, dict[str, Any]]:
+        """The router's view of each engine by name, asked for now. Raises as `get`."""
+        async with self._session.get(self._engines_url, timeout=self._timeout) as response:
+            return {engine["name"]: engine for engine in (await response.json())["engines"]}
+
 
 def sizes_of(layout: str) -> list[int]:
     """The TP sizes of a layout's engines; their sum is the number of GPUs."""
     return [int(tp) for tp in re.findall(r"tp(\d+)@", layout)]
+
+
+def gpus_of(engine: str) -> range:
+    """The GPUs of an engine by its name."""
+    first, _, last = engine.split("@")[1].partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def blocks_by_gpu(engines: dict[str, dict[str, Any]]) -> dict[int, int]:
+    """Blocks of each GPU that some engine has leased or nobody has; the rest are on the move or kept.
+
+    Args:
+        engines: what `/adapt/engines` says of each, with TP 1 among them, whose free blocks are its GPU's.
+    """
+    gpus = sorted({gpu for name in engines for gpu in gpus_of(name)})
+    free = {gpu: engines[f"tp1@{gpu}"]["free_blocks"] for gpu in gpus}
+    leased = {gpu: sum(e["leased_blocks"] for name, e in engines.items() if gpu in gpus_of(name)) for gpu in gpus}
+    return {gpu: free[gpu] + leased[gpu] for gpu in gpus}

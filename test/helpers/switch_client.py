@@ -133,16 +133,3 @@ def engines_of(server: Server) -> dict[str, dict[str, Any]]:
     """The router's view of each engine, asked for now."""
     answer = HTTP.get(f"{server.url}/adapt/engines").json()
     return {engine["name"]: engine for engine in answer["engines"]}
-
-
-def gpus_of(engine: str) -> range:
-    first, _, last = engine.split("@")[1].partition("-")
-    return range(int(first), int(last or first) + 1)
-
-
-def blocks_by_gpu(engines: dict[str, dict[str, Any]]) -> dict[int, int]:
-    """Blocks of each GPU that some engine has leased or nobody has; the rest are on the move or kept."""
-    gpus = {gpu for name in engines for gpu in gpus_of(name)}
-    free = {gpu: min(e["free_blocks"] for name, e in engines.items() if list(gpus_of(name)) == [gpu]) for gpu in gpus}
-    leased = {gpu: sum(e["leased_blocks"] for name, e in engines.items() if gpu in gpus_of(name)) for gpu in gpus}
-    return {gpu: free[gpu] + leased[gpu] for gpu in sorted(gpus)}

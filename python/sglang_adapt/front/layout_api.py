@@ -87,9 +87,12 @@ def is_loopback(client: str | None) -> bool:
     if client is None:
         return True
     try:
-        return ipaddress.ip_address(client).is_loopback
+        address = ipaddress.ip_address(client)
     except ValueError:
         return False
+    # A server on `::` sees IPv4 clients as ::ffff:127.0.0.1.
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _body(status: int, body: dict[str, Any]) -> Answer:

@@ -1,0 +1,94 @@
+"""Who may change the layout over HTTP, and what is answered to what cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from sglang_adapt.core.messages import LayoutAnswer
+from sglang_adapt.front.layout_api import PATH, LayoutApi
+
+ORDER = b'{"layout": "tp2@0-1", "strategy": "migrate"}'
+
+
+class Link:
+    """The router: what it was asked, and what it answers."""
+
+    def __init__(self, answer: LayoutAnswer | None) -> None:
+        self.asked: list[tuple[str, str, str]] = []
+        self._answer = answer
+
+    async def layout(self) -> LayoutAnswer:
+        if self._answer is None:
+            raise TimeoutError
+        return self._answer
+
+    async def switch(self, layout: str, strategy: str, reason: str) -> LayoutAnswer:
+        self.asked.append((layout, strategy, reason))
+        return await self.layout()
+
+
+DONE = LayoutAnswer(1, 200, {"active": "tp2@0-1"})
+
+
+def post(
+    body: bytes, client: str | None, has_key: bool = False, said: LayoutAnswer | None = DONE
+) -> tuple[int, Any, Link]:
+    link = Link(said)
+    handler = LayoutApi(link, has_key).routes["POST", PATH]  # type: ignore[arg-type]
+    status, answer = asyncio.run(handler(body, client))
+    return status, json.loads(answer), link
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1", None])
+def test_this_machine_may_without_a_key(client: str | None) -> None:
+    status, answer, link = post(ORDER, client)
+    assert (status, answer) == (200, {"active": "tp2@0-1"})
+    assert link.asked == [("tp2@0-1", "migrate", "asked for over HTTP")]
+
+
+@pytest.mark.parametrize("client", ["10.0.0.7", "192.168.1.2", "2001:db8::1", "::ffff:10.0.0.7", "a-name"])
+def test_another_machine_needs_a_key(client: str) -> None:
+    status, answer, link = post(ORDER, client)
+    assert (status, answer["code"]) == (403, "admin_only")
+    assert f"{client} is another one; start the server with --admin-api-key" in answer["message"]
+    assert link.asked == []
+    # With a key stock has checked it before.
+    assert post(ORDER, client, has_key=True)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"tp2@0-1", "malformed"),
+        (b"[]", "Expected `object`"),
+        (b"{}", "missing required field `layout`"),
+        (b'{"layout": 2}', "Expected `str`"),
+        (b'{"layout": "tp2@0-1", "strategy": "teleport"}', "Invalid enum value 'teleport'"),
+        (b'{"layout": "tp2@0-1", "when": 3}', "unknown field `when`"),
+        (b"\xff", ""),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_an_example(body: bytes, reason: str) -> None:
+    status, answer, link = post(body, "127.0.0.1")
+    assert (status, answer["code"]) == (400, "bad_request")
+    assert reason in answer["message"]
+    assert "strategies are auto, migrate, keep, drain, recompute" in answer["message"]
+    assert link.asked == []
+
+
+@pytest.mark.parametrize("status", [400, 409, 500, 503])
+def test_what_the_router_refuses_is_passed_on(status: int) -> None:
+    got, answer, _ = post(ORDER, None, said=LayoutAnswer(1, status, {"code": "why", "message": "because"}))
+    assert (got, answer["code"], answer["message"]) == (status, "why", "because")
+
+
+def test_get_is_for_everyone_and_says_when_there_is_no_router() -> None:
+    for said, status in ((DONE, 200), (None, 503)):
+        handler = LayoutApi(Link(said), has_key=False).routes["GET", PATH]  # type: ignore[arg-type]
+        got, answer = asyncio.run(handler(b"", "10.0.0.7"))
+        assert got == status
+    assert json.loads(answer)["code"] == "no_router"
