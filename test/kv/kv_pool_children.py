@@ -148,3 +148,15 @@ def change_while_pages_are_freed() -> None:
     allocator = TorchPagedAllocator(pool.size, pool.page_size, torch.float32, "cpu", pool, need_sort=False)
     allocator.free_group_begin()
     EngineLease(current_pool().pages, allocator, None).grow([9])
+
+
+def warmed_up_allocator() -> tuple[int, list[int], list[int]]:
+    """Size classes that a warm-up ran, and the free pages before and after it."""
+    from sglang_adapt.upstream.allocator_warmup import warm_up_allocator
+    from sglang_adapt.upstream.cpu.allocator import TorchPagedAllocator
+
+    pool = build(GEOMETRY, 1, new_region(GEOMETRY))
+    allocator = TorchPagedAllocator(pool.size, pool.page_size, torch.float32, "cpu", pool, need_sort=False)
+    before = allocator.free_pages.tolist()
+    classes = warm_up_allocator(allocator, 20)
+    return classes, before, allocator.free_pages.tolist()

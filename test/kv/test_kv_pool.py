@@ -52,3 +52,9 @@ def test_a_lease_is_what_the_allocator_has() -> None:
     assert kept == []
     assert exported == [4]
     assert cleared == [3, 4]
+
+
+def test_a_warm_up_of_the_allocator_takes_nothing() -> None:
+    classes, before, after = in_child(forkserver(), children.warmed_up_allocator)
+    assert classes == 5
+    assert before == after

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.upstream.allocator_warmup import warm_up_allocator
 from sglang_adapt.upstream.containment import ContainFailingMessages
 from sglang_adapt.upstream.control import Control, use_control
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
@@ -166,6 +167,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     )
     if args.pool is not None:
         require_pool_used()
+        warm_up_allocator(scheduler.token_to_kv_pool_allocator, scheduler.max_running_requests)
         control.started(scheduler, args.tp_rank, current_pool(), args.pool.gpus)
     report(scheduler.get_init_info())
     try:
