@@ -32,7 +32,7 @@ def warm_up_allocator(allocator: Any, largest_batch: int) -> int:
             one = torch.ones(batch, dtype=torch.int64)
             last = torch.full((batch,), -1, dtype=torch.int64, device=device)
             pages = torch.arange(batch + 1, dtype=torch.int64, device=device)
-            # Triton compiles once more for a list that does not begin at a multiple of 16 bytes, as what is left of one.
+            # Triton compiles once more for a list that begins at no multiple of 16 bytes, as the rest of one may.
             for start in (0, 1):
                 allocator.free_pages = pages[start:]
                 slots = allocator.alloc_extend(none.to(device), none, one.to(device), one, last, batch)

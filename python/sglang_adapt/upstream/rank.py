@@ -21,6 +21,7 @@ from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_used, use_rank_pool
 from sglang_adapt.upstream.patch import PATCHES, Patch
+from sglang_adapt.upstream.profiles import EngineInNamesOfProfiles, name_profiles
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
 from sglang_adapt.weights import WeightsHandle
 
@@ -97,6 +98,7 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     WriteLoadsToSlot,
     UnlinkMessageQueue,
     ContainFailingMessages,
+    EngineInNamesOfProfiles,
 )
 
 
@@ -118,6 +120,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.update(args.environment)
     label_metrics(args.server_args, args.engine)
+    name_profiles(args.engine)
     give_back_cuda()
     prepare_process(*RANK_PATCHES)
     use_load_slots(args.loads)
