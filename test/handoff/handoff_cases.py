@@ -215,7 +215,7 @@ def aborted_while_held(node: Node, source: str, dest: str) -> tuple[dict[str, St
     engine.handoff(messages.AbortHeldCall(node.epoch, "waits.json"))
     early = ["stop", *engine.handed(messages.AbortHeldAnswer)[0].aborted]
     node.lease_all([dest])
-    adopted = node.adopt(dest, messages.AdoptCall(call.epoch, call.requests, call.blocks, early))[0].adopted
+    adopted = node.adopt(dest, messages.AdoptCall(call.epoch, call.requests, call.blocks, aborted=early))[0].adopted
     node.abort(source, "greedy")
     given_up = node.release(source, adopted)[0].aborted
     for rid in given_up:

@@ -16,10 +16,17 @@ REQUESTS = [
     CarriedRequest("c", RequestKind.WAITING, 0, 50, 62, 7, b"\x80\x05"),
 ]
 CALLS = [
-    messages.ExportCall(3),
-    messages.AdoptCall(3, REQUESTS, [[[5, 2, 9], [4], []], [[1, 2, 3], [7], []]], ["c"]),
-    messages.ReleaseCall(3, ["a", "b"]),
-    messages.RestoreCall(3),
+    messages.ExportCall(3, keep=2),
+    messages.AdoptCall(
+        3,
+        REQUESTS,
+        [[[5, 2, 9], [4], []], [[1, 2, 3], [7], []]],
+        [messages.KvSource([0], [[3, 4, 8]]), messages.KvSource([1], [[6]]), messages.KvSource([], [])],
+        [[10], [11]],
+        ["c"],
+    ),
+    messages.ReleaseCall(3, ["a", "b"], keep=2),
+    messages.RestoreCall(3, [[1], [2]]),
     messages.AbortHeldCall(3, "a", abort_all=True),
     messages.UnexportableCall(),
 ]
