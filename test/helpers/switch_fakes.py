@@ -251,6 +251,7 @@ class Node:
     def _gone(self, name: str) -> None:
         self.fakes[name].begin([[] for _ in SPECS[name].gpus])
         self.pools.engine_gone(SPECS[name])
+        self.modes.engine_gone()
 
     def restart(self, name: str) -> None:
         """Its ranks are gone; start it, and let it answer its warm-up."""
@@ -354,6 +355,12 @@ class Node:
         for name, spec in SPECS.items():
             if self.router.engines[name].state is EngineState.READY:
                 assert self.pools.lease(spec) == [sorted(pages) for pages in self.fakes[name].lease], name
+        if not self.modes._kept:
+            serving = self.router.layout.engines
+            assert [self.pools.available(spec) for spec in serving] == [0] * len(serving), "blocks that nobody uses"
+            assert all(
+                self.pools.counts(spec)[0] == SETTINGS.standby_blocks for spec in SPECS.values() if spec not in serving
+            ), "an engine outside the layout has more than it needs"
         holders = self.router._holders()
         places = Counter(rid for holder in holders for rid in holder.in_flight)
         assert all(count == 1 for count in places.values()), places

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.engine
 
 ONE, OTHER, BOTH = EngineSpec(0, 1), EngineSpec(1, 1), EngineSpec(0, 2)
 BLOCKS, STANDBY = 128, 3
+FULL = {"tp1@0": (BLOCKS, 0), "tp1@1": (BLOCKS, 0), "tp2@0-1": (STANDBY, 0)}
 PROMPT = [5, 9, 200, 31, 77, 8]
 
 
@@ -98,7 +99,7 @@ def test_the_blocks_of_a_killed_engine_return_and_are_leased_to_it_again(router:
     os.kill(before.pids[-1], signal.SIGKILL)
     router.until(lambda: router.status()[spec.name].restarts == before.restarts + 1, "it is started again")
     router.until(lambda: router.status()[spec.name].state == "ready", "it is back")
-    assert counts(router) == {"tp1@0": (BLOCKS, 0), "tp1@1": (BLOCKS, 0), "tp2@0-1": (STANDBY, 0)}
+    router.until(lambda: counts(router) == FULL, "the layout's engines have all blocks")
     router.check()
 
 
@@ -121,7 +122,7 @@ def test_after_a_keepers_death_the_ledgers_begin_anew(router: LiveRouter) -> Non
         "all engines are back",
     )
     assert router.pools.epoch == epoch + 1
-    assert counts(router) == {"tp1@0": (BLOCKS, 0), "tp1@1": (BLOCKS, 0), "tp2@0-1": (STANDBY, 0)}
+    router.until(lambda: counts(router) == FULL, "the layout's engines have all blocks")
     router.check()
     router.send("after", PROMPT, 8)
     assert len(router.receive("after")["after"]) >= 8

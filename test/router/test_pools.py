@@ -113,7 +113,9 @@ def test_what_a_dead_engine_had_is_leased_to_it_again(spec: EngineSpec) -> None:
     before = node.counts()
     node.gone(spec)
     assert node.pools.counts(spec) == (0, before[spec.name])
-    assert node.start(spec).counts() == before
+    assert node.start(spec).counts()[spec.name] == STANDBY
+    run(node.pools.fill(spec))
+    assert node.counts() == before
 
 
 def test_a_dead_engine_of_the_layout_leaves_idle_ones_their_part() -> None:
@@ -121,6 +123,7 @@ def test_a_dead_engine_of_the_layout_leaves_idle_ones_their_part() -> None:
     node.gone(BOTH, ONE)
     node.start(ONE)
     node.start(BOTH)
+    run(node.pools.fill(ONE))
     assert node.counts() == {"tp1@0": ASKED, "tp1@1": ASKED, "tp2@0-1": STANDBY}
 
 
@@ -195,7 +198,7 @@ def test_an_engine_that_dies_and_is_back_before_its_answer_is_read(operation: st
     node.ranks.error = CallRefusedError("no") if refused else None
     with pytest.raises(CallRefusedError if refused else EngineGoneError):
         run(getattr(node.pools, operation)(ONE, 5))
-    assert node.pools.counts(ONE) == (ASKED, 0), "its new lease is untouched"
+    assert node.pools.counts(ONE) == (STANDBY, ASKED - STANDBY), "its new lease is untouched"
     node.pools.check()
 
 
@@ -207,6 +210,7 @@ def test_a_keeper_that_is_started_anew_begins_a_ledger_and_an_epoch() -> None:
     assert node.pools.epoch == epoch + 1
     assert node.counts() == {"tp1@0": 0, "tp1@1": ASKED, "tp2@0-1": 0}
     node.start(ONE, BOTH)
+    run(node.pools.fill(ONE))
     assert node.counts() == {"tp1@0": ASKED, "tp1@1": ASKED, "tp2@0-1": STANDBY}
 
 

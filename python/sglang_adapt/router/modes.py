@@ -118,11 +118,18 @@ class Modes:
             raise
         finally:
             self._current = None
+            # Blocks of engines that died on the way may have come back since.
+            self._later(self._fill(self._router.layout.engines))
         return switch
 
     def engine_ready(self, spec: EngineSpec) -> None:
         """An engine has been started again: give it its share of the blocks, if it is in the layout."""
         self._later(self._fill([spec]))
+
+    def engine_gone(self) -> None:
+        """All processes of an engine have ended and its blocks are free: the layout's engines get them."""
+        if self._current is None:
+            self._later(self._fill(self._router.layout.engines))
 
     def engine_lost(self, spec: EngineSpec, why: str) -> None:
         """An engine died: what it kept paused goes on elsewhere, from its tokens."""

@@ -92,10 +92,14 @@ class Pools:
     def first_lease(self, spec: EngineSpec) -> list[list[int]]:
         """Lease blocks to an engine that is about to be started; returns those of each rank.
 
+        One that is started again gets the rest of its share by `fill` when it is ready: by then the layout may be one
+        that it does not belong to, and an engine that is being started cannot give blocks back.
+
         Raises:
             NoFreeBlocksError: the blocks that are kept for it are not there.
         """
-        count = self.available(spec) if spec in self._active else self.settings.standby_blocks
+        first = spec in self._active and not self._deaths[spec]
+        count = self.available(spec) if first else self.settings.standby_blocks
         return self._take(spec, count)
 
     def available(self, spec: EngineSpec) -> int:

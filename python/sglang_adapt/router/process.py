@@ -384,6 +384,8 @@ class _Process:
     def _on_gone(self, spec: EngineSpec) -> None:
         if self.pools is not None:
             self.pools.engine_gone(spec)
+        if self.modes is not None:
+            self.modes.engine_gone()
 
     # What the router tells.
 
