@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from server import Server
@@ -16,40 +17,59 @@ _NO_BLANKS = "--constrained-json-disable-any-whitespace"
 STOCK_FLAGS = ["--model-path", str(demo_model_path()), "--dtype", "float32", "--max-total-tokens", "32768", _NO_BLANKS]
 """What stock needs to be told to run as ours does by default on virtual GPUs."""
 
-LAYOUTS = {
-    "tp1": ["--adapt-virtual-gpus", "2"],
-    "tp2": ["--adapt-virtual-gpus", "2", "--adapt-layout", "tp2@0-1"],
-    "tp4": ["--adapt-virtual-gpus", "4", "--adapt-tp-sizes", "4"],
+SERVERS = {
+    "two": ["--adapt-virtual-gpus", "2"],
+    "four": ["--adapt-virtual-gpus", "4", "--adapt-tp-sizes", "4"],
 }
+LAYOUTS = {"tp1": ("two", "tp1@0,tp1@1"), "tp2": ("two", "tp2@0-1"), "tp4": ("four", None)}
+"""By key: the server that has it, and the layout to go over to."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Starts a server of ours with the given flags; ends all of them at the end of the session."""
-    running: list[Server] = []
-
-    def start_server(name: str, *flags: str) -> Server:
-        log: Path = tmp_path_factory.mktemp("logs") / f"{name}.log"
-        server = Server(name, "sglang_adapt.launch_server", list(flags), log).__enter__()
-        running.append(server)
-        return server
-
-    yield start_server
-    for server in running:
-        server.stop()
+    """Starts a server of ours with the given flags; ends all of them at the end of the module."""
+    with _Servers(tmp_path_factory) as servers:
+        yield servers.start
 
 
 @pytest.fixture(scope="session")
-def ours(start: Callable[..., Server]) -> Callable[[str], Server]:
-    """A running server of ours by the key of its layout."""
-    servers: dict[str, Server] = {}
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """A running server of ours, in the layout of the key; TP 1 and TP 2 are two layouts of one server."""
+    running: dict[str, Server] = {}
 
     def get(key: str) -> Server:
-        if key not in servers:
-            servers[key] = start(key, *LAYOUTS[key], _NO_BLANKS)
-        return servers[key]
+        name, layout = LAYOUTS[key]
+        if name not in running:
+            running[name] = servers.start(name, *SERVERS[name], _NO_BLANKS)
+        server = running[name]
+        if layout is not None:
+            answer = httpx.post(f"{server.url}/adapt/layout", json={"layout": layout}, timeout=60)
+            assert answer.status_code == 200, answer.text
+        return server
 
-    return get
+    with _Servers(tmp_path_factory) as servers:
+        yield get
+
+
+class _Servers:
+    """Servers of ours that end together."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._running: list[Server] = []
+
+    def start(self, name: str, *flags: str) -> Server:
+        log: Path = self._folders.mktemp("logs") / f"{name}.log"
+        server = Server(name, "sglang_adapt.launch_server", list(flags), log).__enter__()
+        self._running.append(server)
+        return server
+
+    def __enter__(self) -> _Servers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._running:
+            server.stop()
 
 
 @pytest.fixture(scope="session")
