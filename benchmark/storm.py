@@ -336,6 +336,11 @@ class Storm:
             self._n.faults.append(f"not at rest after the storm: {left} requests in flight, {engines}")
         await self._switch(LAYOUTS[0], "migrate")
         await self._check_ledgers("at the end")
+        deaths = sum(engine["restarts"] for engine in (await self._layouts.engines()).values())
+        if deaths > sum(self._n.kills.values()):
+            self._n.faults.append(
+                f"engines were started again {deaths} times, {sum(self._n.kills.values())} were killed"
+            )
 
     def report(self) -> dict[str, Any]:
         """All figures, with the verdict."""

@@ -78,6 +78,20 @@ def test_keep_holds_requests_until_their_layout_is_back() -> None:
     run(story)
 
 
+def test_an_engine_goes_on_with_what_it_kept_before_it_takes_up_what_arrives() -> None:
+    async def story(node: Node) -> None:
+        node.request("a", "b")
+        await node.switch(TWO, "keep")
+        node.request("c", "d")
+        node.calls.clear()
+        assert (await node.switch(ONES)).requests == {"resumed": 2, "migrated": 2}
+        for engine in ("tp1@0", "tp1@1"):
+            kinds = [kind for name, kind in node.calls if name == engine and kind != "kv_map"]
+            assert kinds[:2] == ["RestoreCall", "AdoptCall"]
+
+    run(story)
+
+
 def test_a_kept_request_that_is_aborted_ends_at_once_and_once() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)

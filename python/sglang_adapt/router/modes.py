@@ -348,19 +348,33 @@ class Modes:
         return served
 
     async def _enter(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
-        # The lease grows with the first message, so that what was kept finds room for its next tokens.
-        await self._adopt(switch.epoch, spec, arrivals)
+        """Let an engine go on with what it had kept, then take up what arrives.
+
+        In this order, because a prompt that is read in chunks can go on only where no other one is. Raises as `_adopt`.
+        """
         kept = self._kept.pop(spec, None)
         if kept is None:
+            await self._adopt(switch.epoch, spec, arrivals)
             return
         self._router.unkeep(self._engine(spec))
         try:
-            resumed = await self._restore(kept)
+            resumed = await self._restore(kept, self._blocks(spec, arrivals))
         except EngineCallError as error:
             switch.failures.append(f"{spec} did not go on with what it had kept: {error}")
             self._router.strand(self._router.moving, kept.rids, str(error))
-            return
+            resumed = []
         switch.requests["resumed"] += len(resumed)
+        try:
+            await self._adopt(switch.epoch, spec, arrivals)
+        except CallRefusedError as error:
+            # It runs requests again, but may stay outside the layout, where it has no blocks for them.
+            self._pools.kill(spec, str(error))
+            raise
+
+    def _blocks(self, spec: EngineSpec, arrivals: Sequence[Arrival]) -> int:
+        """Blocks on each rank that the arrivals' KV fills."""
+        page = self._pools.settings.geometry.tokens_per_block(spec.tp)
+        return sum(-(-arrival.request.kv_tokens // page) for arrival in arrivals)
 
     async def _adopt(self, epoch: int, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
         """Reserve blocks, let the engine copy and take up, and note it in the ledgers.
@@ -374,7 +388,7 @@ class Modes:
             raise EngineGoneError(f"{spec} has died since the switch began")
         page = pools.settings.geometry.tokens_per_block(spec.tp)
         try:
-            reserved = pools.reserve(spec, sum(-(-arrival.request.kv_tokens // page) for arrival in arrivals))
+            reserved = pools.reserve(spec, self._blocks(spec, arrivals))
         except LedgerError as error:
             raise CallRefusedError(f"{spec}: {error}") from error
         lent = pools.lend(spec, pools.available(spec))
@@ -461,11 +475,14 @@ class Modes:
         self._router.activate(switch.before)
         self._later(self._fill(switch.before.engines))
 
-    async def _restore(self, export: Export) -> list[str]:
-        """Let an engine go on with what it holds; returns the ids. Raises EngineCallError."""
+    async def _restore(self, export: Export, leave: int = 0) -> list[str]:
+        """Let an engine go on with what it holds; returns the ids.
+
+        It gets all free blocks with it, but for `leave` on each rank. Raises EngineCallError.
+        """
         if not self._lives(export):
             raise EngineGoneError(f"{export.spec} has died since it handed its requests out")
-        lent = self._pools.lend(export.spec, self._pools.available(export.spec))
+        lent = self._pools.lend(export.spec, max(0, self._pools.available(export.spec) - leave))
         try:
             answers = await self._handoff(export.spec, RestoreCall(export.epoch, lent), RestoreAnswer)
         except CallRefusedError as error:
