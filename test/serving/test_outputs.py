@@ -107,10 +107,16 @@ def test_the_wanted_layout_is_the_one_that_serves(ours: Callable[[str], Server])
         "tp1@1": False,
         "tp2@0-1": True,
     }
-    loads = httpx.get(f"{ours('tp2').url}/v1/loads").json()["loads"]
-    worked = [load["dp_rank"] for load in loads if load["total_prefill_uncached_tokens"] > 100]
-    # Slots are in the order of the engines' names above; only the active one has done more than its warm-up.
-    assert worked == [2]
+    before = _prefilled(ours("tp2"))
+    generate(ours("tp2"), input_ids=[7, 700, 70] * 50, sampling_params={"max_new_tokens": 2})
+    grown = [after - then for after, then in zip(_prefilled(ours("tp2")), before, strict=True)]
+    # Slots are in the order of the engines' names above.
+    assert grown[:2] == [0, 0] and grown[2] >= 150
+
+
+def _prefilled(server: Server) -> list[int]:
+    """Prompt tokens that each engine has computed."""
+    return [load["total_prefill_uncached_tokens"] for load in httpx.get(f"{server.url}/v1/loads").json()["loads"]]
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
