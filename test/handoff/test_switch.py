@@ -45,7 +45,7 @@ def expected(node: NodeProcess) -> dict[str, Stream]:
     return node.call(cases.unswitched, "tp1@0")
 
 
-@pytest.mark.parametrize("tokens", [3, 17])
+@pytest.mark.parametrize("tokens", [pytest.param(3, marks=pytest.mark.full), 17])
 def test_two_engines_become_one_and_two_again(node: NodeProcess, expected: dict[str, Stream], tokens: int) -> None:
     done, kinds = node.call(cases.there_and_back, ONES, TWO, tokens)
     assert set(kinds.values()) == {"running", "prefilling", "waiting"}
@@ -58,6 +58,7 @@ def test_one_engine_becomes_two_and_one_again(node: NodeProcess, expected: dict[
     assert cases.differences(done, expected) == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["tp1@0", "tp2@0-1"])
 def test_an_export_that_is_undone_leaves_no_trace(node: NodeProcess, expected: dict[str, Stream], engine: str) -> None:
     done, flushed = node.call(cases.exported_and_restored, engine, 7)
@@ -65,7 +66,7 @@ def test_an_export_that_is_undone_leaves_no_trace(node: NodeProcess, expected: d
     assert not any(flushed), "the cache was flushed under held requests"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_an_adopt_that_fails_on_one_rank_takes_nothing_on_any(
     node: NodeProcess, expected: dict[str, Stream], rank: int
 ) -> None:
@@ -102,6 +103,7 @@ def test_aborts_of_held_requests_take_effect_when_they_come_back(
     assert cases.differences(done, {rid: want for rid, want in expected.items() if rid not in gone}) == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("source", "dest"), [("tp1@0", "tp2@0-1"), ("tp2@0-1", "tp1@1")])
 def test_requests_join_an_engine_that_is_busy(
     node: NodeProcess, expected: dict[str, Stream], source: str, dest: str
@@ -110,7 +112,7 @@ def test_requests_join_an_engine_that_is_busy(
     assert cases.differences(done, expected) == {}
 
 
-@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("back", [pytest.param(False, marks=pytest.mark.full), True])
 def test_what_cannot_be_carried_stays_and_says_why(node: NodeProcess, expected: dict[str, Stream], back: bool) -> None:
     done, reasons = node.call(cases.some_stay, "tp1@0", "tp2@0-1", back)
     assert reasons == [{"penalised": "it is in hierarchical sparse attention"}] * 2

@@ -14,7 +14,7 @@ from live_router import LiveRouter
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.router.calls import CallRefusedError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 ONE, OTHER, BOTH = EngineSpec(0, 1), EngineSpec(1, 1), EngineSpec(0, 2)
 BLOCKS, STANDBY = 128, 3

@@ -18,7 +18,7 @@ STOCK_FLAGS = ["--model-path", str(demo_model_path()), "--dtype", "float32", "--
 """What stock needs to be told to run as ours does by default on virtual GPUs."""
 
 SERVERS = {
-    "two": ["--adapt-virtual-gpus", "2"],
+    "two": ["--adapt-virtual-gpus", "2", "--enable-metrics"],
     "four": ["--adapt-virtual-gpus", "4", "--adapt-tp-sizes", "4"],
 }
 LAYOUTS = {"tp1": ("two", "tp1@0,tp1@1"), "tp2": ("two", "tp2@0-1"), "tp4": ("four", None)}

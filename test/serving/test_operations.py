@@ -15,10 +15,10 @@ from server import Server
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def metered(start: Callable[..., Server]) -> Server:
+@pytest.fixture
+def metered(ours: Callable[[str], Server]) -> Server:
     """Two TP 1 engines and one of TP 2, with metrics."""
-    return start("metered", "--adapt-virtual-gpus", "2", "--enable-metrics")
+    return ours("tp1")
 
 
 def test_every_engine_has_its_own_gauges(metered: Server) -> None:
@@ -30,12 +30,16 @@ def test_every_engine_has_its_own_gauges(metered: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/start_expert_distribution_record", "/send_weights_to_remote_instance"])
 def test_a_control_request_that_fails_says_why_and_ends_no_engine(metered: Server, path: str) -> None:
+    before = _restarts(metered)
     body = {"master_address": "127.0.0.1", "ports": "1,2", "group_name": "none"} if "remote" in path else None
     answer = httpx.post(f"{metered.url}{path}", json=body, timeout=30)
     assert answer.status_code in (400, 500)
     assert "tp1@0: " in answer.text
-    engines = httpx.get(f"{metered.url}/adapt/engines", timeout=10).json()["engines"]
-    assert [engine["restarts"] for engine in engines] == [0, 0, 0]
+    assert _restarts(metered) == before
+
+
+def _restarts(server: Server) -> list[int]:
+    return [engine["restarts"] for engine in httpx.get(f"{server.url}/adapt/engines", timeout=10).json()["engines"]]
 
 
 def test_a_second_server_on_the_port_is_refused(metered: Server) -> None:
