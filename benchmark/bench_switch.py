@@ -405,6 +405,12 @@ def _row(
         "answer_ms": _spread([1e3 * (done.answered_s - done.asked_s) for done in switched]),
         "pause_ms": _spread([report["pause_ms"] for report in reports]),
         "phases_ms": phases,
+        "steps_ms": {
+            f"{phase}: {step}": _spread([report["steps_ms"].get(phase, {}).get(step, 0.0) for report in reports])
+            for phase, step in dict.fromkeys(
+                (phase, step) for report in reports for phase, steps in report["steps_ms"].items() for step in steps
+            )
+        },
         "kv_gb": round(kv_bytes / 1e9, 6),
         "adopt_gb_per_s": _spread(rates),
         "requests": {kind: statistics.fmean(counts) for kind, counts in ways.items()},
@@ -443,6 +449,10 @@ def _print(result: dict[str, Any]) -> None:
             f"{row['strategy']:10}{row['way']:32}{row['running']:4}{row['input_tokens']:8}{row['switches']:4}"
             f"{row['kv_gb']:9.3f}" + "".join(f"{figure:>20}" for figure in figures)
         )
+    print("\nslowest rank's steps, p50 ms")
+    for row in result["cells"]:
+        steps = ", ".join(f"{step} {spread['p50']:.1f}" for step, spread in row["steps_ms"].items())
+        print(f"{row['strategy']:10}{row['way']:32}{row['running']:4}{row['input_tokens']:8}  {steps}")
     for row in result["rival"]:
         print(f"stock, stopped and started, {row['from']} -> {row['to']}: {row['s']} s")
     for name, value in result["under_load"].items():

@@ -92,6 +92,7 @@ class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
             rest of `blocks` is in the prefix cache, locked, and still leased.
         staying: requests that go on running here, with the reason why they cannot be carried.
         given: the free blocks that have left the rank's lease, ascending; see `ExportCall.keep`.
+        steps_ms: how long the rank took for what, in milliseconds; in the other answers as well.
     """
 
     epoch: int
@@ -100,6 +101,7 @@ class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
     exported: list[int]
     staying: dict[str, str]
     given: list[int] = []
+    steps_ms: dict[str, float] = {}
 
 
 class AdoptCall(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +141,7 @@ class AdoptAnswer(msgspec.Struct, frozen=True, tag=True):
     adopted: list[str]
     spilled: list[str]
     leased: list[int]
+    steps_ms: dict[str, float] = {}
 
 
 class ReleaseCall(msgspec.Struct, frozen=True, tag=True):
@@ -169,6 +172,7 @@ class ReleaseAnswer(msgspec.Struct, frozen=True, tag=True):
     freed: list[int]
     aborted: list[str]
     given: list[int] = []
+    steps_ms: dict[str, float] = {}
 
 
 class RestoreCall(msgspec.Struct, frozen=True, tag=True):
@@ -195,6 +199,7 @@ class RestoreAnswer(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     restored: list[str]
     leased: list[int]
+    steps_ms: dict[str, float] = {}
 
 
 class AbortHeldCall(msgspec.Struct, frozen=True, tag=True):

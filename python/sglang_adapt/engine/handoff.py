@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from sglang_adapt.core import handoff as messages
+from sglang_adapt.core.laps import Laps
 from sglang_adapt.upstream.handoff import adopt as adopting
 from sglang_adapt.upstream.handoff import export as exporting
 from sglang_adapt.upstream.handoff.held import Held, held
@@ -88,10 +89,14 @@ class EngineHandoff:
             raise StaleHandoffError(
                 f"requests of epoch {other.epoch} are held; release or restore them before exporting epoch {call.epoch}"
             )
-        export = exporting.export(self._scheduler, call.epoch)
+        laps = Laps()
+        export = exporting.export(self._scheduler, call.epoch, laps)
         self._epoch = call.epoch
         given = self._shrink_to(call.keep)
-        return messages.ExportAnswer(call.epoch, export.requests, export.blocks, export.pages, export.staying, given)
+        laps.lap("give back")
+        return messages.ExportAnswer(
+            call.epoch, export.requests, export.blocks, export.pages, export.staying, given, laps.ms
+        )
 
     def adopt(self, call: messages.AdoptCall) -> messages.AdoptAnswer:
         """Take requests up; they run, or wait, from the next batch on. An epoch may have several of these calls.
@@ -108,6 +113,7 @@ class EngineHandoff:
                 f"epoch {call.epoch}: {ranks} ranks take {len(call.requests)} requests up, but blocks are given as "
                 f"{[len(blocks) for blocks in call.blocks]}"
             )
+        laps = Laps()
         given = call.blocks[self._scheduler.ps.tp_rank]
         pairs = [
             (request, blocks)
@@ -115,12 +121,14 @@ class EngineHandoff:
             if request.rid not in call.aborted
         ]
         copy = None if self._copy is None or not call.sources else partial(self._copy, call)
-        adoption = adopting.adopt(self._scheduler, [pair[0] for pair in pairs], [pair[1] for pair in pairs], copy)
+        requests, blocks = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        adoption = adopting.adopt(self._scheduler, requests, blocks, laps, copy)
         self._epoch = call.epoch
         if call.grow:
             EngineLease.of(self._scheduler).grow(call.grow[self._scheduler.ps.tp_rank])
         leased = sorted(block for _, blocks in pairs for block in blocks)
-        return messages.AdoptAnswer(call.epoch, adoption.adopted, adoption.spilled, leased)
+        laps.lap("grow")
+        return messages.AdoptAnswer(call.epoch, adoption.adopted, adoption.spilled, leased, laps.ms)
 
     def release(self, call: messages.ReleaseCall) -> messages.ReleaseAnswer:
         """Forget the held requests, which live elsewhere. Those that were given up and not taken are answered here.
@@ -130,8 +138,12 @@ class EngineHandoff:
             ExportError: one was neither taken nor given up.
         """
         held = self._held(call.epoch)
+        laps = Laps()
         aborted = exporting.release(self._scheduler, held, set(call.taken))
-        return messages.ReleaseAnswer(call.epoch, held.pages, aborted, self._shrink_to(call.keep))
+        laps.lap("forget")
+        given = self._shrink_to(call.keep)
+        laps.lap("give back")
+        return messages.ReleaseAnswer(call.epoch, held.pages, aborted, given, laps.ms)
 
     def restore(self, call: messages.RestoreCall) -> messages.RestoreAnswer:
         """Put the held requests back as they were.
@@ -141,10 +153,13 @@ class EngineHandoff:
             LeaseError, NoRoomError, OtherRankFailedError: see `upstream.handoff.export.restore`.
         """
         held = self._held(call.epoch)
+        laps = Laps()
         if call.grow:
             EngineLease.of(self._scheduler).grow(call.grow[self._scheduler.ps.tp_rank])
+        laps.lap("grow")
         restored = exporting.restore(self._scheduler, held)
-        return messages.RestoreAnswer(call.epoch, restored, held.pages)
+        laps.lap("put back")
+        return messages.RestoreAnswer(call.epoch, restored, held.pages, laps.ms)
 
     def abort_held(self, call: messages.AbortHeldCall) -> messages.AbortHeldAnswer:
         """Mark held requests as given up by their clients; none is no error. Stock's AbortReq does the same.

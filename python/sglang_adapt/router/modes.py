@@ -277,6 +277,7 @@ class Modes:
         deaths = self._pools.deaths(spec)
         keep = self._pools.settings.standby_blocks
         answers = await self._handoff(spec, ExportCall(switch.epoch, keep), ExportAnswer)
+        switch.note_steps("export", (answer.steps_ms for answer in answers))
         pages = [answer.exported for answer in answers]
         self._pools.exported(spec, pages, [answer.given for answer in answers])
         requests = tuple(answers[0].requests)
@@ -354,7 +355,7 @@ class Modes:
         """
         kept = self._kept.pop(spec, None)
         if kept is None:
-            await self._adopt(switch.epoch, spec, arrivals)
+            await self._adopt(switch, spec, arrivals)
             return
         self._router.unkeep(self._engine(spec))
         try:
@@ -365,7 +366,7 @@ class Modes:
             resumed = []
         switch.requests["resumed"] += len(resumed)
         try:
-            await self._adopt(switch.epoch, spec, arrivals)
+            await self._adopt(switch, spec, arrivals)
         except CallRefusedError as error:
             # It runs requests again, but may stay outside the layout, where it has no blocks for them.
             self._pools.kill(spec, str(error))
@@ -376,7 +377,7 @@ class Modes:
         page = self._pools.settings.geometry.tokens_per_block(spec.tp)
         return sum(-(-arrival.request.kv_tokens // page) for arrival in arrivals)
 
-    async def _adopt(self, epoch: int, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
+    async def _adopt(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
         """Reserve blocks, let the engine copy and take up, and note it in the ledgers.
 
         Raises:
@@ -401,7 +402,8 @@ class Modes:
             raise CallRefusedError(f"{spec}: {error}") from error
         deaths = pools.deaths(spec)
         try:
-            answers = await self._handoff(spec, adopt_call(epoch, arrivals, blocks, lent), AdoptAnswer)
+            answers = await self._handoff(spec, adopt_call(switch.epoch, arrivals, blocks, lent), AdoptAnswer)
+            switch.note_steps("adopt", (answer.steps_ms for answer in answers))
         except EngineCallError as error:
             if not isinstance(error, CallRefusedError):
                 await pools.gone(spec, deaths)
@@ -429,6 +431,7 @@ class Modes:
         call = ReleaseCall(export.epoch, export.rids, self._pools.settings.standby_blocks)
         try:
             answers = await self._handoff(export.spec, call, ReleaseAnswer)
+            switch.note_steps("release", (answer.steps_ms for answer in answers))
         except EngineCallError as error:
             switch.failures.append(f"{export.spec} did not forget what it had: {error}")
             if isinstance(error, CallRefusedError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -114,6 +114,8 @@ class Switch:
         kv_bytes: bytes that were copied.
         phases_ms: milliseconds of each phase, in order; the requests of the engines that leave are paused from
             "export" to "adopt".
+        steps_ms: by phase, then by step, what the slowest rank said that it took; the rest of the phase is messages
+            and this process.
         failures: what went wrong on the way, although the layout was switched.
     """
 
@@ -126,6 +128,7 @@ class Switch:
     kv_tokens: int = 0
     kv_bytes: int = 0
     phases_ms: dict[str, float] = field(default_factory=dict)
+    steps_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -148,6 +151,13 @@ class Switch:
         finally:
             self.phases_ms[name] = self.phases_ms.get(name, 0.0) + 1e3 * (perf_counter() - began)
 
+    def note_steps(self, phase: str, ranks: Iterable[Mapping[str, float]]) -> None:
+        """Ranks have said how long their steps of a phase took."""
+        steps = self.steps_ms.setdefault(phase, {})
+        for rank in ranks:
+            for step, ms in rank.items():
+                steps[step] = max(steps.get(step, 0.0), ms)
+
     def report(self) -> dict[str, Any]:
         """For the control endpoint and the log."""
         return {
@@ -161,6 +171,7 @@ class Switch:
             "kv_bytes": self.kv_bytes,
             "pause_ms": round(self.pause_ms, 2),
             "phases_ms": {name: round(ms, 2) for name, ms in self.phases_ms.items()},
+            "steps_ms": self.steps_ms,
             "failures": self.failures,
         }
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
+from sglang_adapt.core.laps import Laps
 from sglang_adapt.upstream.handoff.agree import on_all_ranks
 from sglang_adapt.upstream.handoff.batch import join_running
 from sglang_adapt.upstream.handoff.grammar import rebuild_grammar
@@ -64,6 +65,7 @@ def adopt(
     scheduler: Any,
     requests: Sequence[CarriedRequest],
     blocks: Sequence[Sequence[int]],
+    laps: Laps,
     copy: Callable[[], None] | None = None,
 ) -> Adoption:
     """Take requests up.
@@ -72,6 +74,7 @@ def adopt(
         scheduler: stock's.
         requests: as `export` gave them; none that its client has given up.
         blocks: for each request the pages of this rank, which are to join its lease: as many as hold `kv_tokens`.
+        laps: gets the time of each step.
         copy: brings the KV into the pages; called when all else is prepared. None if it is there already.
 
     Raises:
@@ -81,15 +84,19 @@ def adopt(
         After each of them nothing is leased, allocated or queued.
     """
     drain(scheduler)
+    laps.lap("drain")
     arrivals = on_all_ranks(scheduler, "adopt", lambda: _prepare(scheduler, requests, blocks))
+    laps.lap("prepare")
     if copy is not None:
         on_all_ranks(scheduler, "copy", copy)
+    laps.lap("copy")
     EngineLease.of(scheduler).bring_in([page for arrival in arrivals for page in arrival.pages])
     runs = [arrival for arrival in arrivals if arrival.runs]
     for arrival in runs:
         _seat(scheduler, arrival)
     join_running(scheduler, [arrival.req for arrival in runs])
     _queue(scheduler, [arrival for arrival in arrivals if not arrival.runs])
+    laps.lap("take up")
     return Adoption(
         [arrival.req.rid for arrival in arrivals],
         [arrival.req.rid for arrival in arrivals if arrival.kind is RequestKind.RUNNING and not arrival.runs],

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
+from sglang_adapt.core.laps import Laps
 from sglang_adapt.upstream.handoff import held as holder
 from sglang_adapt.upstream.handoff.agree import on_all_ranks
 from sglang_adapt.upstream.handoff.held import Held
@@ -58,7 +59,7 @@ def unexportable(scheduler: Any) -> dict[str, str]:
     return {rid: reason for rid, reason in reasons.items() if reason is not None}
 
 
-def export(scheduler: Any, epoch: int) -> Export:
+def export(scheduler: Any, epoch: int, laps: Laps) -> Export:
     """Let the batch in flight end, then take out and hold every request that can be carried.
 
     Outputs of the last batch are sent before this returns.
@@ -68,11 +69,14 @@ def export(scheduler: Any, epoch: int) -> Export:
         OtherRankFailedError: likewise.
     """
     drain(scheduler)
+    laps.lap("drain")
     staying = unexportable(scheduler)
     parts, requests = on_all_ranks(scheduler, "export", lambda: _hand_out(scheduler, staying))
+    laps.lap("pack")
     pages = sorted(page for part in parts for page in part.pages[part.cached :])
     EngineLease.of(scheduler).take_out(pages)
     holder.hold(Held(epoch, take(scheduler, lambda req: req.rid not in staying), pages))
+    laps.lap("take out")
     return Export(requests, [part.pages for part in parts], pages, staying)
 
 

@@ -1,0 +1,23 @@
+"""How long the steps of one piece of work took."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+
+class Laps:
+    """A stopwatch. Time starts when it is made.
+
+    Attributes:
+        ms: milliseconds of each step so far, in order.
+    """
+
+    def __init__(self) -> None:
+        self._last = perf_counter()
+        self.ms: dict[str, float] = {}
+
+    def lap(self, step: str) -> None:
+        """What was done since the last lap was this step; a step that is named again grows."""
+        now = perf_counter()
+        self.ms[step] = round(self.ms.get(step, 0.0) + 1e3 * (now - self._last), 3)
+        self._last = now
