@@ -13,7 +13,7 @@ Parts:
           decode step of the first engine with 0, 1, 2, ... idle engines on its GPUs
   idle    the first request after idling against later ones, of every engine, and of a GPU without an engine
 
-Every part goes on after another has failed; what is known when --limit-s is reached is written.
+Every part goes on after another has failed; what is known when --limit-s is reached, or at SIGTERM, is written.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
 
 os.environ.update(STOCK_ENVIRONMENT)
 
-from server import environment, write_json
+from server import environment, exit_on_sigterm, write_json
 from sglang_adapt.keeper import KeeperConfig, KeeperHandle, start_keeper
 from sglang_adapt.weights import WeightsHandle
 from weights_bench import measure
@@ -80,6 +81,10 @@ class Bench:
 
     def left_s(self) -> float:
         return self.options.limit_s - (time.monotonic() - self._began)
+
+    def _require_s(self, seconds: float) -> None:
+        if self.left_s() < seconds:
+            raise TimeoutError(f"{self.left_s():.0f} s are left, {seconds:g} s are needed to idle")
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._began:6.1f} s] {text}", flush=True)
@@ -285,6 +290,7 @@ class Bench:
             ms = engine.call(measure.single_requests, self.sizes, 11)
             rows.append({"what": f"{engine.spec.name}, warm", "ms": ms, "clocks": clocks(self.options.device)})
         for engine in reversed(engines):
+            self._require_s(self.sizes.idle_s)
             time.sleep(self.sizes.idle_s)
             before = clocks(self.options.device)
             ms = engine.call(measure.single_requests, self.sizes, 11)
@@ -292,6 +298,7 @@ class Bench:
             rows.append({"what": what, "ms": ms, "clocks": before})
         if len(engines) > 1:
             active, idle = engines[0], engines[1]
+            self._require_s(self.sizes.idle_s)
             until = time.monotonic() + self.sizes.idle_s
             while time.monotonic() < until:
                 active.call(measure.speed, self.sizes, self.memory_batches[-1:], self.memory_context, 11)
@@ -300,6 +307,7 @@ class Bench:
             what = f"{idle.spec.name}, after {active.spec.name} served {self.sizes.idle_s:g} s"
             rows.append({"what": what, "ms": ms, "clocks": before})
         if self.options.device == "cuda":
+            self._require_s(PROBE_IDLE_S)
             probe = Probe(max(self.options.tp) - 1)
             try:
                 rows.append(
@@ -328,6 +336,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
     with tempfile.TemporaryDirectory() as folder:
         if options.model is None:
             options.model = Path(folder) / "tiny"

@@ -44,7 +44,7 @@ class Server:
         env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | self.environment
         command = [sys.executable, "-m", self.module, *self.flags, "--host", "127.0.0.1", "--port", str(self.port)]
         # A benchmark that is told to end must not leave its server behind.
-        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+        signal.signal(signal.SIGTERM, exit_on_sigterm)
         started = time.perf_counter()
         with self.log.open("w") as log:
             log.write(shlex.join(command) + "\n")
@@ -106,7 +106,7 @@ class Server:
             return False
 
 
-def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
+def exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
