@@ -138,32 +138,42 @@ class Modes:
             self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
 
     async def readback(self) -> dict[str, Any]:
-        """What the engines say of themselves: lease and free blocks of each, from their ranks."""
-        engines = {}
-        for name, spec in self._specs.items():
-            engine = self._router.engines[name]
-            entry: dict[str, Any] = {"state": engine.state.value, "in_flight": len(engine.in_flight)}
-            if engine.state is EngineState.READY:
-                try:
-                    ranks = await self._pools.ask(spec, "kv_state", {})
-                    entry |= {"leased_blocks": len(ranks[0]["pages"]), "free_blocks": ranks[0]["free"]}
-                    entry["cached_tokens"] = ranks[0]["cached_tokens"]
-                except EngineCallError as error:
-                    entry["error"] = str(error)
-            engines[name] = entry
-        # An engine outside the layout has no more than its small lease: the layout is what the ranks can serve.
-        serving = [
-            name
-            for name, entry in engines.items()
-            if entry.get("leased_blocks", 0) > self._pools.settings.standby_blocks
-        ]
+        """The layout as the engines themselves say it, all of them asked at once.
+
+        Returns:
+            `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
+            now, all have the same blocks to serve with; `switching_to`, `epoch`; `kept`: by engine, the requests that
+            it keeps; `engines`: state, requests in flight, and what the ranks say of lease and cache, or the error.
+        """
+        entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
+        engines = dict(zip(self._specs, entries, strict=True))
         return {
             "active": str(self._router.layout),
-            "serving": serving,
+            "serving": [name for name, entry in engines.items() if self._router.sends_to(name) and _confirmed(entry)],
             "switching_to": None if self._current is None else str(self._current.after),
             "epoch": self._pools.epoch,
             "kept": {str(spec): len(export.requests) for spec, export in self._kept.items()},
             "engines": engines,
+        }
+
+    async def _entry(self, spec: EngineSpec) -> dict[str, Any]:
+        """One engine as its ranks have it."""
+        engine = self._engine(spec)
+        entry: dict[str, Any] = {"state": engine.state.value, "in_flight": len(engine.in_flight)}
+        if engine.state is not EngineState.READY:
+            return entry
+        try:
+            ranks = await self._pools.ask(spec, "kv_state", {})
+        except EngineCallError as error:
+            return entry | {"error": str(error)}
+        leased = [len(rank["pages"]) for rank in ranks]
+        if len(set(leased)) > 1:
+            return entry | {"error": f"{spec}: its ranks have {leased} blocks, which should be one number"}
+        first = ranks[0]
+        return entry | {
+            "leased_blocks": leased[0],
+            "free_blocks": first["free"],
+            "cached_tokens": first["cached_tokens"],
         }
 
     # The phases.
@@ -519,6 +529,11 @@ class Modes:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _confirmed(entry: Mapping[str, Any]) -> bool:
+    """Have an engine's ranks said that they have blocks to serve with?"""
+    return bool(entry.get("leased_blocks"))
 
 
 def _reasons(reasons: dict[str, str]) -> tuple[int, str]:

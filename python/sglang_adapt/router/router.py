@@ -178,6 +178,10 @@ class Router:
         name = self._dispatch.least()
         return None if name is None else self.engines[name]
 
+    def sends_to(self, name: str) -> bool:
+        """May this engine get the next request?"""
+        return name in self._dispatch
+
     def take_up(self, engine: Engine, rids: Iterable[str]) -> None:
         """Stranded requests are an engine's now."""
         self._hand_over(self.stranded, engine, rids)
