@@ -237,6 +237,33 @@ def test_an_engine_that_dies_and_is_gone_before_it_adopts_is_not_waited_for() ->
     run(story)
 
 
+def test_every_switch_that_is_asked_for_is_counted_once_with_what_came_of_it() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        first = asyncio.create_task(node.switch(TWO))
+        await asyncio.sleep(0)
+        with pytest.raises(SwitchRefusedError):
+            await node.switch(TWO)
+        await first
+        node.faults[("tp2@0-1", "ExportCall")] = "refuse"
+        with pytest.raises(SwitchRefusedError):
+            await node.switch(ONES)
+        node.faults[("tp1@0", "AdoptCall")] = "refuse"
+        await node.switch(ONES)
+        node.faults[("tp1@0", "ExportCall")] = "raise"
+        with pytest.raises(ZeroDivisionError):
+            await node.switch(TWO)
+        assert node.outcomes == [
+            f"{TWO}: refused",
+            f"{TWO}: switched",
+            f"{ONES}: refused",
+            f"{ONES}: impaired",
+            f"{TWO}: broken_off",
+        ]
+
+    run(story)
+
+
 def test_one_switch_at_a_time() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)

@@ -44,6 +44,7 @@ from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import (
     Arrival,
     Export,
+    Outcome,
     Switch,
     SwitchRefusedError,
     adopt_call,
@@ -69,6 +70,7 @@ class Modes:
         regions: the KV regions of all GPUs now.
         drain_timeout_s: how long requests that cannot be moved may take to end.
         costs: by which strategies are compared.
+        ended: called with each switch that was asked for, and what came of it.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Modes:
         regions: Callable[[], dict[int, RegionHandle]],
         drain_timeout_s: float,
         costs: Costs = MEASURED_COSTS,
+        ended: Callable[[Switch, Outcome], None] = lambda switch, outcome: None,
     ) -> None:
         self._router = router
         self._pools = pools
@@ -86,6 +89,7 @@ class Modes:
         self._regions = regions
         self._drain_timeout_s = drain_timeout_s
         self._costs = costs
+        self._ended = ended
         self._current: Switch | None = None
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
         self._kept: dict[EngineSpec, Export] = {}
@@ -101,25 +105,30 @@ class Modes:
         Raises:
             SwitchRefusedError: nothing has changed.
         """
+        switch = Switch(self._router.layout, layout, strategy, reason)
         if self._current is not None:
+            self._ended(switch, Outcome.REFUSED)
             raise SwitchRefusedError(
                 f"a switch from {self._current.before} to {self._current.after} is under way; ask again when it is done"
             )
-        switch = self._current = Switch(self._router.layout, layout, strategy, reason)
+        self._current = switch
         try:
             if switch.leaving:
                 await self._run(switch)
                 logger.info("%s", switch)
         except SwitchRefusedError:
+            self._ended(switch, Outcome.REFUSED)
             raise
         except Exception:
             # A fault in this program: no request may stay on the move for ever.
             self._break_off(switch)
+            self._ended(switch, Outcome.BROKEN_OFF)
             raise
         finally:
             self._current = None
             # Blocks of engines that died on the way may have come back since.
             self._later(self._fill(self._router.layout.engines))
+        self._ended(switch, Outcome.IMPAIRED if switch.failures else Outcome.SWITCHED)
         return switch
 
     def engine_ready(self, spec: EngineSpec) -> None:

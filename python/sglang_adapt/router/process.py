@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +32,7 @@ from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.router.metrics import SwitchMetrics
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.observe import make_observer, start_waves
 from sglang_adapt.router.pools import Pools
@@ -39,7 +41,7 @@ from sglang_adapt.router.restarts import RestartLimit
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.supervisor import RankStart, Supervisor
-from sglang_adapt.router.switch import SwitchRefusedError
+from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.kv_pool import RankPool
 from sglang_adapt.upstream.rank import RankArgs, configure_logging, prepare_process
@@ -175,7 +177,12 @@ class _Process:
         )
         if self.pools is not None:
             self.modes = Modes(
-                self._router, self.pools, self._specs, self._kv_regions, self._config.switch_drain_timeout_s
+                self._router,
+                self.pools,
+                self._specs,
+                self._kv_regions,
+                self._config.switch_drain_timeout_s,
+                ended=self._count_switch(),
             )
         for spec in self._config.candidates:
             self._router.add_engine(Engine(spec.name, send=self._sender(spec)))
@@ -194,6 +201,13 @@ class _Process:
             self._context.destroy(linger=500)
         if self._failed:
             raise SystemExit(1)
+
+    def _count_switch(self) -> Callable[[Switch, Outcome], None]:
+        """What counts the switches: nothing, unless metrics are wanted."""
+        args = next(iter(self._args.server_args.values()))
+        if not args.enable_metrics:
+            return lambda switch, outcome: None
+        return SwitchMetrics(args.extra_metric_labels or {}).ended
 
     def _start_engines(self) -> None:
         """Start the next wave of engines."""
