@@ -12,6 +12,7 @@ from pathlib import Path
 from server import Server
 
 _SHARED_MEMORY = Path("/dev/shm")
+_RUN_FOLDERS = "sglang_adapt-*"
 _PATIENCE_S = 2.0
 """For processes that have been killed to be gone."""
 
@@ -79,14 +80,16 @@ def _command(pid: int) -> str:
 
 
 def _folders(leader: int) -> set[Path]:
-    """Folders of the server: those in the folder for temporary files that its processes have sockets or files in."""
-    temporary = Path(tempfile.gettempdir())
-    return {
-        temporary / path.relative_to(temporary).parts[0]
-        for pid in _session(leader)
-        for path in _open_files(pid)
-        if path.is_relative_to(temporary) and len(path.relative_to(temporary).parts) > 1
-    }
+    """Folders of the server: those of its own name, among temporary files, in which its processes have files open.
+
+    Raises:
+        RuntimeError: there is none, so that nothing could be said about it.
+    """
+    pattern = f"{tempfile.gettempdir()}/{_RUN_FOLDERS}"
+    found = {path.parent for pid in _session(leader) for path in _open_files(pid) if path.parent.match(pattern)}
+    if not found:
+        raise RuntimeError(f"no process of the server has a file open in a folder {pattern}")
+    return found
 
 
 def _open_files(pid: int) -> set[Path]:

@@ -185,7 +185,7 @@ class Storm:
             memory_mb = self._memory[-1]["all"]
             print(
                 f"{seconds} s: {counts}, {kills} kills, {self._asking} in flight, {memory_mb:.0f} MB",
-                n.faults,
+                [*n.faults, *n.bad_ledgers][-3:],
                 flush=True,
             )
 
@@ -316,7 +316,8 @@ class Storm:
         if any(engine["state"] != "ready" for engine in engines.values()) or said["switching_to"]:
             self._n.ledgers["not at rest"] += 1
             return
-        if self._o.kill_every and any("error" in engine for engine in said["engines"].values()):
+        if self._o.kill_every and any("leased_blocks" not in engine for engine in said["engines"].values()):
+            # It has died since the router was asked, or while it was.
             self._n.ledgers["not at rest"] += 1
             return
         blocks = blocks_by_gpu(engines)

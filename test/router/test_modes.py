@@ -264,6 +264,28 @@ def test_every_switch_that_is_asked_for_is_counted_once_with_what_came_of_it() -
     run(story)
 
 
+def test_a_request_that_waited_for_a_switch_waits_on_when_its_layout_has_died_meanwhile() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO)
+
+        def the_only_engine_dies() -> None:
+            node.request("e")
+            assert list(node.router._queue) == ["e"]
+            node.die("tp2@0-1")
+
+        node.during[("tp1@0", "AdoptCall")] = the_only_engine_dies
+        node.faults = {("tp1@0", "AdoptCall"): "refuse", ("tp1@1", "AdoptCall"): "refuse"}
+        with pytest.raises(SwitchRefusedError, match="could not take its requests up"):
+            await node.switch(ONES)
+        assert not node.ended()
+        assert sorted(node.router.stranded.in_flight) == [*RIDS, "e"]
+        await node.settle()
+        assert node.where() == {"tp2@0-1": [*RIDS, "e"]}
+
+    run(story)
+
+
 def test_one_switch_at_a_time() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)
