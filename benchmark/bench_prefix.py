@@ -78,7 +78,8 @@ class Bench:
 
     async def run(self) -> list[dict[str, Any]]:
         timeout = aiohttp.ClientTimeout(total=300)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             self._session = session
             self._layouts = Layouts(session, self._url)
             cases = []
