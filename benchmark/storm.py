@@ -66,6 +66,9 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=0.3, help="seconds from one switch to the next")
     parser.add_argument("--kill-every", type=float, default=0.0, metavar="SECONDS", help="0: nothing is killed")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument(
+        "--max-total-tokens", type=int, help="of the server: with few, requests are retracted, switches refused"
+    )
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, help="keep the server's log here")
@@ -78,6 +81,8 @@ def main() -> int:
         *("--chunked-prefill-size", "64", "--constrained-json-disable-any-whitespace"),
         "--incremental-streaming-output",
     ]
+    if options.max_total_tokens is not None:
+        flags += ["--max-total-tokens", str(options.max_total_tokens)]
     try:
         with tempfile.TemporaryDirectory() as temporary:
             log = options.log or Path(temporary) / "server.log"
