@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import traceback
 from array import array
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -112,7 +113,7 @@ class Engine:
         return self.collect()
 
     def handoff(self, call: messages.HandoffCall) -> None:
-        self.post("handoff", messages.encode(call).decode())
+        self.post("handoff", b64encode(messages.encode(call)).decode())
 
     def handed(self, kind: type[messages.Answer]) -> list[messages.Answer]:
         return [messages.decode_answer(answer, kind) for answer in self.collect()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -61,7 +62,7 @@ def run_rank(case: RankCase, answers: Connection, ready: Connection, *args: Any)
         functions |= {"refuse": refuse, "few_slots": few_slots}
         try:
             if name == "handoff":
-                result: Any = handoff[0].call(message)
+                result: Any = handoff[0].call(b64decode(message))
                 if '"ExportCall"' in message:
                     _send_fence(scheduler)
             else:

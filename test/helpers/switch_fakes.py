@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ from sglang_adapt.core.handoff import (
     RestoreCall,
     UnexportableAnswer,
     UnexportableCall,
+    to_plain,
 )
 from sglang_adapt.core.layout import EngineSpec, candidate_engines, parse_layout
 from sglang_adapt.kv.ledger_format import ledger_bytes
@@ -315,7 +315,7 @@ class Node:
     def _do(self, engine: str, name: str, payload: dict[str, Any], call: HandoffCall | None) -> list[dict[str, Any]]:
         fake = self.fakes[engine]
         if call is not None:
-            return [msgspec.to_builtins(answer) for answer in fake.answer(call)]
+            return [to_plain(answer) for answer in fake.answer(call)]
         match name:
             case "kv_grow":
                 for rank, pages in enumerate(payload["pages"]):
@@ -324,7 +324,7 @@ class Node:
                 return [{"pages": sorted(pages), "free": 0, "cached_tokens": 0} for pages in fake.lease]
             case "recover":
                 for one in payload["requests"]:
-                    message = msgpack_decode(base64.b64decode(one["message"]))
+                    message = msgpack_decode(one["message"])
                     fake.take(message.rid, len(message.input_ids))
         return [{} for _ in SPECS[engine].gpus]
 

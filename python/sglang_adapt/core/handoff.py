@@ -1,13 +1,13 @@
 """Messages that move requests from one engine to another: what a control channel carries to and from the ranks.
 
-One struct a message, JSON on the wire (bytes as base64). All ranks of an engine get the same message in the same
+One struct a message. All ranks of an engine get the same message in the same
 iteration; each answers for itself. Every message has the epoch of the switch it belongs to.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -233,12 +233,18 @@ HandoffAnswer = ExportAnswer | AdoptAnswer | ReleaseAnswer | RestoreAnswer | Abo
 
 Answer = TypeVar("Answer", bound=HandoffAnswer)
 
-encode = msgspec.json.Encoder().encode
-decode_call = msgspec.json.Decoder(HandoffCall).decode
-_decode_answer = msgspec.json.Decoder(HandoffAnswer).decode
+encode = msgspec.msgpack.Encoder().encode
+decode_call = msgspec.msgpack.Decoder(HandoffCall).decode
+_decode_answer = msgspec.msgpack.Decoder(HandoffAnswer).decode
 
 
-def decode_answer(data: bytes | str, kind: type[Answer]) -> Answer:
+def to_plain(message: HandoffCall | HandoffAnswer) -> dict[str, Any]:
+    """A message as the plain values and bytes that calls to an engine are made of."""
+    plain: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return plain
+
+
+def decode_answer(data: bytes, kind: type[Answer]) -> Answer:
     """An answer of the type that was asked for.
 
     Raises:

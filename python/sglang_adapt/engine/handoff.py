@@ -50,7 +50,7 @@ class EngineHandoff:
         self._copy = copy
         self._epoch = 0
 
-    def call(self, message: bytes | str) -> bytes:
+    def call(self, message: bytes) -> bytes:
         """Carry out one encoded `core.handoff.HandoffCall`; returns the encoded answer of this rank.
 
         Raises:

@@ -32,6 +32,7 @@ from sglang_adapt.core.handoff import (
     RestoreCall,
     UnexportableAnswer,
     UnexportableCall,
+    to_plain,
 )
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.kv.ledger_format import LedgerError
@@ -523,7 +524,7 @@ class Modes:
     # The rest.
 
     async def _handoff(self, spec: EngineSpec, call: HandoffCall, kind: type[Answer]) -> list[Answer]:
-        answers = await self._pools.ask(spec, "handoff", msgspec.to_builtins(call))
+        answers = await self._pools.ask(spec, "handoff", to_plain(call))
         return [msgspec.convert(answer, kind) for answer in answers]
 
     def _lives(self, export: Export) -> bool:
