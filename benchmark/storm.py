@@ -181,15 +181,15 @@ class Storm:
     async def _look(self, session: int, began: float) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            memory = await asyncio.to_thread(_memory_mb, session)
+            shared, private = await asyncio.to_thread(_memory_mb, session)
             seconds = round(perf_counter() - began)
-            self._memory.append({"second": seconds, "all": round(sum(memory.values()), 1), **memory})
+            total = round(sum(private.values()), 1)
+            self._memory.append({"second": seconds, "with shares": shared, "private": total, **private})
             n = self._n
             counts = f"{dict(n.answers)}, switches {dict(n.switches)}, ledgers {dict(n.ledgers)}"
             kills = sum(n.kills.values())
-            memory_mb = self._memory[-1]["all"]
             print(
-                f"{seconds} s: {counts}, {kills} kills, {self._asking} in flight, {memory_mb:.0f} MB",
+                f"{seconds} s: {counts}, {kills} kills, {self._asking} in flight, {total:.0f} MB private",
                 [*n.faults, *n.bad_ledgers][-3:],
                 flush=True,
             )
@@ -461,17 +461,21 @@ def _answer(ids: list[list[int]], metas: list[dict[str, Any]]) -> Answer:
     return Answer(ids, logprobs, str(reason["type"]))
 
 
-def _memory_mb(session: int) -> dict[str, float]:
-    """Proportional memory of a server's processes in MB, by what they are called."""
-    total: Counter[str] = Counter()
+def _memory_mb(session: int) -> tuple[float, dict[str, float]]:
+    """Memory of a server's processes in MB: all, shared memory divided among those that share it; and that which is
+    private, by what the processes are called. What a process shares with the one it was forked from becomes private
+    as either writes to it."""
+    shares = 0
+    private: Counter[str] = Counter()
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session:
-                title = " ".join(process.cmdline())
-                total[_title(title)] += process.memory_full_info().pss
+                memory = process.memory_full_info()
+                private[_title(" ".join(process.cmdline()))] += memory.uss
+                shares += memory.pss
         except (ProcessLookupError, psutil.Error):
             continue
-    return {title: round(pss / 1e6, 1) for title, pss in sorted(total.items())}
+    return round(shares / 1e6, 1), {title: round(uss / 1e6, 1) for title, uss in sorted(private.items())}
 
 
 def _title(command: str) -> str:
@@ -480,12 +484,12 @@ def _title(command: str) -> str:
 
 
 def _growth(memory: Sequence[Mapping[str, float]]) -> float:
-    """By which part the memory of all processes has grown from the second fifth of the looks to the last; 0 if there
-    are fewer than ten."""
+    """By which part the private memory of all processes has grown from the second fifth of the looks to the last; 0 if
+    there are fewer than ten."""
     fifth = len(memory) // 5
     if fifth < 2:
         return 0.0
-    totals = [look["all"] for look in memory]
+    totals = [look["private"] for look in memory]
     return statistics.fmean(totals[-fifth:]) / statistics.fmean(totals[fifth : 2 * fifth]) - 1.0
 
 
