@@ -312,7 +312,7 @@ class Storm:
         return True
 
     async def _check_ledgers(self, when: str) -> None:
-        """At rest, ranks hold what the ledgers say, and every block of a GPU is somebody's or free."""
+        """At rest, the layout serves, ranks hold what the ledgers say, and every block of a GPU is somebody's or free."""
         try:
             said, engines = await self._layouts.get(), await self._layouts.engines()
         except (SwitchFailedError, aiohttp.ClientError, TimeoutError) as error:
@@ -331,6 +331,8 @@ class Storm:
             for name, engine in said["engines"].items()
             if engine.get("leased_blocks") != engines[name]["leased_blocks"]
         }
+        if set(said["serving"]) != set(said["active"].split(",")):
+            differ["layout"] = (",".join(said["serving"]), said["active"])
         adds_up = blocks == self._total if not said["kept"] else all(blocks[g] <= self._total[g] for g in blocks)
         if adds_up and not differ:
             self._n.ledgers["add up" if not said["kept"] else "add up, some kept"] += 1
@@ -399,7 +401,7 @@ class Storm:
         held = held and self._left is not None
         pauses = sorted(n.pauses)
         return {
-            "options": {name: str(value) for name, value in vars(self._o).items()},
+            "options": {name: str(value) for name, value in vars(self._o).items() if name not in ("log", "out")},
             "verdict": "all held" if held else "FAILED" if self._finished else "FAILED: not finished",
             "seconds": round(self._seconds, 1),
             "answers": dict(n.answers),
