@@ -312,7 +312,7 @@ class Storm:
         return True
 
     async def _check_ledgers(self, when: str) -> None:
-        """At rest, the layout serves, ranks hold what the ledgers say, and every block of a GPU is somebody's or free."""
+        """At rest the layout serves, ranks hold what ledgers say, and every block of a GPU is somebody's or free."""
         try:
             said, engines = await self._layouts.get(), await self._layouts.engines()
         except (SwitchFailedError, aiohttp.ClientError, TimeoutError) as error:
