@@ -105,6 +105,30 @@ def test_a_kept_request_that_is_aborted_ends_at_once_and_once() -> None:
     run(story)
 
 
+def test_what_is_kept_goes_on_elsewhere_when_its_engine_will_not_serve_again() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO, "keep")
+        node.world.send(io_struct.AbortReq(rid="b"))
+        node.modes.let_go("the end is near")
+        await node.settle()
+        assert node.where() == {"tp2@0-1": ["a", "c", "d"]}
+        assert node.modes._kept == {}
+        node.check()
+
+    run(story)
+
+
+def test_a_switch_under_way_is_not_disturbed_by_letting_go() -> None:
+    async def story(node: Node) -> None:
+        node.request("a", "b")
+        await node.switch(TWO, "keep")
+        node.during[("tp2@0-1", "ExportCall")] = lambda: node.modes.let_go("the end is near")
+        assert (await node.switch(ONES)).requests == {"resumed": 2}
+
+    run(story)
+
+
 def test_kept_requests_of_an_engine_that_dies_go_on_elsewhere() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)

@@ -147,6 +147,18 @@ class Modes:
         if export is not None:
             self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
 
+    def let_go(self, why: str) -> None:
+        """What is kept goes on at the engines that serve, from its tokens: its own engine will not serve again."""
+        if self._current is None:
+            for spec in list(self._kept):
+                self._later(self._let_go(spec, self._kept.pop(spec), why))
+
+    async def _let_go(self, spec: EngineSpec, export: Export, why: str) -> None:
+        layout = self._router.layout
+        self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
+        await self._release(Switch(layout, layout, Strategy.RECOMPUTE, why), export)
+        await self._fill(layout.engines)
+
     async def readback(self) -> dict[str, Any]:
         """The layout as the engines themselves say it, all of them asked at once.
 

@@ -502,6 +502,8 @@ class _Process:
         logger.info("draining: %d unfinished requests, at most %.0f s", self._router.in_flight, timeout_s)
         deadline = time.monotonic() + timeout_s
         while self._router.in_flight and time.monotonic() < deadline:
+            if self.modes is not None:
+                self.modes.let_go("the server is shutting down, and its engine is not in the layout")
             await asyncio.sleep(0.02)
         if self._router.in_flight:
             self._router.fail_all(f"the server shut down before this request was done ({timeout_s:.0f} s)")
