@@ -163,11 +163,19 @@ class _Process:
             self._on_loaded,
             self._on_lost,
             self._on_gone,
+            may_start=lambda spec: self.pools is None or self.pools.can_start(spec),
         )
         pool = self._args.pool
         if pool is not None:
             active = self._config.layout.engines
-            self.pools = Pools(pool, self._config.candidates, active, self.calls.call, self._supervisor.kill)
+            self.pools = Pools(
+                pool,
+                self._config.candidates,
+                active,
+                self.calls.call,
+                self._supervisor.kill,
+                freed=self._retry_soon,
+            )
         self._specs = {spec.name: spec for spec in self._config.candidates}
         self._repair = Repair(
             self._router,
@@ -208,6 +216,10 @@ class _Process:
         if not args.enable_metrics:
             return lambda switch, outcome: None
         return SwitchMetrics(args.extra_metric_labels or {}).ended
+
+    def _retry_soon(self) -> None:
+        """Start engines that wait for blocks; not at once, because a switch is in the middle of a step."""
+        self._loop.call_soon(self._supervisor.retry)
 
     def _start_engines(self) -> None:
         """Start the next wave of engines."""
