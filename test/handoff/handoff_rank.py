@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_adapt.core.handoff import ExportCall, decode_call
 from sglang_adapt.kv.geometry import PoolGeometry
 
 
@@ -62,8 +63,9 @@ def run_rank(case: RankCase, answers: Connection, ready: Connection, *args: Any)
         functions |= {"refuse": refuse, "few_slots": few_slots}
         try:
             if name == "handoff":
-                result: Any = handoff[0].call(b64decode(message))
-                if '"ExportCall"' in message:
+                data = b64decode(message)
+                result: Any = handoff[0].call(data)
+                if isinstance(decode_call(data), ExportCall):
                     _send_fence(scheduler)
             else:
                 result = functions[name](scheduler, message, case)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from sglang_adapt.core import handoff as messages
+from sglang_adapt.core.block_ids import pack_ids
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
 
 REQUESTS = [
@@ -20,19 +21,19 @@ CALLS = [
         REQUESTS,
         [[[5, 2, 9], [4], []], [[1, 2, 3], [7], []]],
         [messages.KvSource([0], [[3, 4, 8]]), messages.KvSource([1], [[6]]), messages.KvSource([], [])],
-        [[10], [11]],
+        [pack_ids([10]), pack_ids([11])],
         ["c"],
     ),
     messages.ReleaseCall(3, ["a", "b"], keep=2),
-    messages.RestoreCall(3, [[1], [2]]),
+    messages.RestoreCall(3, [pack_ids([1]), pack_ids([2])]),
     messages.AbortHeldCall(3, "a", abort_all=True),
     messages.UnexportableCall(),
 ]
 ANSWERS = [
-    messages.ExportAnswer(3, REQUESTS, [[5, 2, 9], [4], []], [2, 4, 9], {"d": "it uses a LoRA adapter"}),
-    messages.AdoptAnswer(3, ["a", "b"], ["a"], [1, 2, 3, 7]),
-    messages.ReleaseAnswer(3, [2, 4, 9], ["b"]),
-    messages.RestoreAnswer(3, ["a"], [2, 4, 9]),
+    messages.ExportAnswer(3, REQUESTS, [[5, 2, 9], [4], []], pack_ids([2, 4, 9]), {"d": "it uses a LoRA adapter"}),
+    messages.AdoptAnswer(3, ["a", "b"], ["a"], pack_ids([1, 2, 3, 7])),
+    messages.ReleaseAnswer(3, pack_ids([2, 4, 9]), ["b"]),
+    messages.RestoreAnswer(3, ["a"], pack_ids([2, 4, 9])),
     messages.AbortHeldAnswer(3, ["a"]),
     messages.UnexportableAnswer({"d": "it belongs to a session"}),
 ]

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang_adapt.core.block_ids import BlockIds
+
 
 class RequestKind(StrEnum):
     """Where a request was when its engine exported it.
@@ -98,9 +100,9 @@ class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     requests: list[CarriedRequest]
     blocks: list[list[int]]
-    exported: list[int]
+    exported: BlockIds
     staying: dict[str, str]
-    given: list[int] = []
+    given: BlockIds = b""
     steps_ms: dict[str, float] = {}
 
 
@@ -123,7 +125,7 @@ class AdoptCall(msgspec.Struct, frozen=True, tag=True):
     requests: list[CarriedRequest]
     blocks: list[list[list[int]]]
     sources: list[KvSource] = []
-    grow: list[list[int]] = []
+    grow: list[BlockIds] = []
     aborted: list[str] = []
 
 
@@ -140,7 +142,7 @@ class AdoptAnswer(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     adopted: list[str]
     spilled: list[str]
-    leased: list[int]
+    leased: BlockIds
     steps_ms: dict[str, float] = {}
 
 
@@ -169,9 +171,9 @@ class ReleaseAnswer(msgspec.Struct, frozen=True, tag=True):
     """
 
     epoch: int
-    freed: list[int]
+    freed: BlockIds
     aborted: list[str]
-    given: list[int] = []
+    given: BlockIds = b""
     steps_ms: dict[str, float] = {}
 
 
@@ -184,7 +186,7 @@ class RestoreCall(msgspec.Struct, frozen=True, tag=True):
     """
 
     epoch: int
-    grow: list[list[int]] = []
+    grow: list[BlockIds] = []
 
 
 class RestoreAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -198,7 +200,7 @@ class RestoreAnswer(msgspec.Struct, frozen=True, tag=True):
 
     epoch: int
     restored: list[str]
-    leased: list[int]
+    leased: BlockIds
     steps_ms: dict[str, float] = {}
 
 

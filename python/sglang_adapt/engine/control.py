@@ -1,8 +1,9 @@
 """What the router can ask of an engine's ranks: a table of functions by name.
 
 A call reaches all ranks in the same iteration, between two batches. Each rank does it, or refuses with nothing
-changed; rank 0 sends what all of them say as one reply. A function gets plain values and bytes, and returns such. What
-it raises beside `REFUSALS` ends its rank, and with it the engine, which is started again: nobody knows what has changed.
+changed; rank 0 sends what all of them say as one reply. A function gets plain values and bytes, and returns such. If it
+raises anything but `REFUSALS` its rank ends, and with it the engine, which is started again: nobody knows what has
+changed.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class EngineControl:
             HandoffUnsupportedError, UnknownReqStateError, PatchError: see `EngineHandoff`.
         """
         copies = KvCopies(pool.engine, pool.geometry, gpus, rank, pool.region)
-        handoff = EngineHandoff(scheduler, copies.copy)
+        handoff = EngineHandoff(scheduler, copies.start)
 
         def move(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
             answer: dict[str, Any] = to_plain(handoff.answer(msgspec.convert(payload, HandoffCall)))

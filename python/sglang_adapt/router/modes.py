@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
+from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.handoff import (
     AdoptAnswer,
     CarriedRequest,
@@ -310,8 +312,8 @@ class Modes:
         keep = self._pools.settings.standby_blocks
         answers = await self._handoff(spec, ExportCall(switch.epoch, keep), ExportAnswer)
         switch.note_steps("export", (answer.steps_ms for answer in answers))
-        pages = [answer.exported for answer in answers]
-        self._pools.exported(spec, pages, [answer.given for answer in answers])
+        pages = np.stack([unpack_ids(answer.exported) for answer in answers])
+        self._pools.exported(spec, pages, np.stack([unpack_ids(answer.given) for answer in answers]))
         requests = tuple(answers[0].requests)
         blocks = {request.rid: [answer.blocks[at] for answer in answers] for at, request in enumerate(requests)}
         export = Export(spec, deaths, switch.epoch, requests, blocks, pages)
@@ -470,7 +472,8 @@ class Modes:
                 # It holds requests that live elsewhere, and blocks that nobody can account for.
                 self._pools.kill(export.spec, str(error))
             return
-        self._pools.released(export.spec, export.pages, [answer.given for answer in answers])
+        given = np.stack([unpack_ids(answer.given) for answer in answers])
+        self._pools.released(export.spec, export.pages, given)
         for rid in answers[0].aborted:
             # Its abort reached this engine after its export had.
             self._router.on_front_message(wire.encode_abort(rid))
@@ -519,7 +522,9 @@ class Modes:
             raise EngineGoneError(f"{export.spec} has died since it handed its requests out")
         lent = self._pools.lend(export.spec, max(0, self._pools.available(export.spec) - leave))
         try:
-            answers = await self._handoff(export.spec, RestoreCall(export.epoch, lent), RestoreAnswer)
+            answers = await self._handoff(
+                export.spec, RestoreCall(export.epoch, [pack_ids(rank) for rank in lent]), RestoreAnswer
+            )
         except CallRefusedError as error:
             # It holds requests that it cannot go on with, and blocks that nobody can account for.
             self._pools.kill(export.spec, str(error))
