@@ -310,6 +310,19 @@ def test_a_request_that_waited_for_a_switch_waits_on_when_its_layout_has_died_me
     run(story)
 
 
+def test_what_was_kept_goes_on_only_when_the_blocks_of_an_engine_that_died_are_there() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO, "keep")
+        node.faults[("tp2@0-1", "ExportCall")] = "die"
+        held: list[int] = []
+        node.during[("tp1@0", "RestoreCall")] = lambda: held.append(node.pools.counts(SPECS["tp2@0-1"])[0])
+        await node.switch(ONES)
+        assert held == [0]
+
+    run(story)
+
+
 def test_one_switch_at_a_time() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)

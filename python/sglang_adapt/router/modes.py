@@ -220,6 +220,7 @@ class Modes:
             await self._roll_back(switch, exports)
             raise SwitchRefusedError(f"layout {switch.before} stays: {error}") from error
         with switch.phase("adopt"):
+            await self._blocks_of_the_dead(switch)
             served = await self._adopt_all(switch, arrivals)
         if not served:
             await self._roll_back(switch, exports)
@@ -323,6 +324,12 @@ class Modes:
             rid, reason = next(iter(answers[0].staying.items()))
             raise SwitchRefusedError(f"{spec}: request {rid} cannot be moved: {reason}")
         return export
+
+    async def _blocks_of_the_dead(self, switch: Switch) -> None:
+        """Wait until engines that leave and have died are gone: what enters needs their blocks to go on."""
+        for spec in switch.leaving:
+            if self._engine(spec).state is EngineState.DEAD and self._pools.counts(spec)[0]:
+                await self._pools.gone(spec, self._pools.deaths(spec))
 
     def _plan(self, switch: Switch, exports: Sequence[Export]) -> dict[EngineSpec, list[Arrival]]:
         """Where each request goes. Raises NoRoomError."""
