@@ -3,9 +3,10 @@
     python benchmark/storm.py --seconds 600                    # random layouts of four virtual GPUs every 0.3 s
     python benchmark/storm.py --seconds 600 --kill-every 5     # and a process of an engine killed every 5 s
 
-Every answer is compared with that of the same request before the storm. Without kills every request must be answered,
-and right; with kills a 503 is counted and allowed. After each switch at rest the ledgers must add up. Exit code 0 if
-all held.
+Every answer is compared with that of the same request before the storm. Every request that is accepted must be
+answered, and right. With kills one that comes while no engine of the layout is up may be turned away with a 503; those
+are counted as "turned away". After each switch at rest the ledgers must add up. Without kills the server's memory must
+not grow. When it has been told to end, no process, shared memory or folder of it may be left. Exit code 0 if all held.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import tempfile
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -28,6 +31,7 @@ from typing import Any
 import aiohttp
 import psutil
 
+import leftovers
 from layouts import Layouts, SwitchFailedError, blocks_by_gpu
 from server import Server, environment, write_json
 
@@ -47,6 +51,12 @@ SCHEMA = {
 }
 _END_S = 180.0
 """How long requests may take to end when the storm is over."""
+_NO_ENGINE = re.compile(r"no engine of layout \S+ is up")
+"""What a request is told that comes when it cannot be accepted."""
+_LOOK_S = 15.0
+"""How often memory is looked at, and a line printed."""
+_GROWTH = 0.05
+"""By this part of it the memory of a server may grow from the second fifth of a storm to the last."""
 
 
 def main() -> int:
@@ -56,6 +66,9 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=0.3, help="seconds from one switch to the next")
     parser.add_argument("--kill-every", type=float, default=0.0, metavar="SECONDS", help="0: nothing is killed")
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
+    parser.add_argument(
+        "--max-total-tokens", type=int, help="of the server: with few, requests are retracted, switches refused"
+    )
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, help="keep the server's log here")
@@ -68,11 +81,15 @@ def main() -> int:
         *("--chunked-prefill-size", "64", "--constrained-json-disable-any-whitespace"),
         "--incremental-streaming-output",
     ]
+    if options.max_total_tokens is not None:
+        flags += ["--max-total-tokens", str(options.max_total_tokens)]
     try:
         with tempfile.TemporaryDirectory() as temporary:
             log = options.log or Path(temporary) / "server.log"
             with Server("ours", "sglang_adapt.launch_server", flags, log) as server:
+                before = leftovers.shared_memory()
                 asyncio.run(storm.run(server))
+                storm.note_left(leftovers.end(server, before))
     finally:
         result |= storm.report()
         print(
@@ -111,6 +128,7 @@ class Counts:
     failures: Counter[str] = field(default_factory=Counter)
     requests: Counter[str] = field(default_factory=Counter)
     pauses: list[float] = field(default_factory=list)
+    asking: list[int] = field(default_factory=list)
     ledgers: Counter[str] = field(default_factory=Counter)
     bad_ledgers: list[str] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
@@ -127,7 +145,9 @@ class Storm:
     def __init__(self, options: argparse.Namespace) -> None:
         self._o = options
         self._n = Counts()
-        self._memory: dict[str, float] = {}
+        self._memory: list[dict[str, float]] = []
+        self._left: list[str] | None = None
+        self._asking = 0
         self._seconds = 0.0
         self._finished = False
 
@@ -138,10 +158,10 @@ class Storm:
             self._session = session
             self._layouts = Layouts(session, server.url)
             await self._calm()
-            self._memory["at the start, MB"] = _memory_mb(server.pid)
             self._total = blocks_by_gpu(await self._layouts.engines())
             began = perf_counter()
             self._stop_s = began + self._o.seconds
+            looking = asyncio.create_task(self._look(server.pid, began))
             clients = [asyncio.create_task(self._client(number)) for number in range(self._o.streams)]
             others = [self._switcher(), *([self._killer()] if self._o.kill_every else [])]
             try:
@@ -149,11 +169,30 @@ class Storm:
                 self._seconds = perf_counter() - began
                 await self._end(clients)
             finally:
-                for client in clients:
-                    client.cancel()
-                await asyncio.gather(*clients, return_exceptions=True)
-            self._memory["at the end, MB"] = _memory_mb(server.pid)
+                for task in (*clients, looking):
+                    task.cancel()
+                await asyncio.gather(*clients, looking, return_exceptions=True)
             self._finished = True
+
+    def note_left(self, left: list[str]) -> None:
+        """What the server has left behind."""
+        self._left = left
+
+    async def _look(self, session: int, began: float) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            shared, private = await asyncio.to_thread(_memory_mb, session)
+            seconds = round(perf_counter() - began)
+            total = round(sum(private.values()), 1)
+            self._memory.append({"second": seconds, "with shares": shared, "private": total, **private})
+            n = self._n
+            counts = f"{dict(n.answers)}, switches {dict(n.switches)}, ledgers {dict(n.ledgers)}"
+            kills = sum(n.kills.values())
+            print(
+                f"{seconds} s: {counts}, {kills} kills, {self._asking} in flight, {total:.0f} MB private",
+                [*n.faults, *n.bad_ledgers][-3:],
+                flush=True,
+            )
 
     async def _calm(self) -> None:
         """The answers before the storm; those to a request asked twice must be the same."""
@@ -178,17 +217,20 @@ class Storm:
             if body.get("stream") and rng.random() < 0.1:
                 await self._leave(body, rng.randrange(1, 10))
                 continue
+            self._asking += 1
             try:
                 got = await self._ask(body)
             except AnswerError as error:
-                kind = "503" if error.status == 503 else "errors"
-                self._n.answers[kind] += 1
+                away = error.status == 503 and _NO_ENGINE.search(str(error)) is not None
+                self._n.answers["turned away" if away else "503" if error.status == 503 else "errors"] += 1
                 self._n.errors[str(error)[:160]] += 1
             except (aiohttp.ClientError, ValueError, KeyError) as error:
                 self._n.answers["errors"] += 1
                 self._n.errors[f"{type(error).__name__}: {error}"[:160]] += 1
             else:
                 self._judge(body, expected, got)
+            finally:
+                self._asking -= 1
 
     def _judge(self, body: dict[str, Any], expected: Answer, got: Answer) -> None:
         near = len(got.logprobs) == len(expected.logprobs) and all(
@@ -250,6 +292,7 @@ class Storm:
             await asyncio.sleep(max(0.0, began + self._o.every - perf_counter()))
 
     async def _switch(self, layout: str, strategy: str) -> bool:
+        self._n.asking.append(self._asking)
         try:
             report = (await self._layouts.switch(layout, strategy)).report
         except SwitchFailedError as error:
@@ -269,7 +312,7 @@ class Storm:
         return True
 
     async def _check_ledgers(self, when: str) -> None:
-        """At rest, ranks hold what the ledgers say, and every block of a GPU is somebody's or free."""
+        """At rest the layout serves, ranks hold what ledgers say, and every block of a GPU is somebody's or free."""
         try:
             said, engines = await self._layouts.get(), await self._layouts.engines()
         except (SwitchFailedError, aiohttp.ClientError, TimeoutError) as error:
@@ -278,7 +321,8 @@ class Storm:
         if any(engine["state"] != "ready" for engine in engines.values()) or said["switching_to"]:
             self._n.ledgers["not at rest"] += 1
             return
-        if self._o.kill_every and any("error" in engine for engine in said["engines"].values()):
+        if self._o.kill_every and any("leased_blocks" not in engine for engine in said["engines"].values()):
+            # It has died since the router was asked, or while it was.
             self._n.ledgers["not at rest"] += 1
             return
         blocks = blocks_by_gpu(engines)
@@ -287,6 +331,8 @@ class Storm:
             for name, engine in said["engines"].items()
             if engine.get("leased_blocks") != engines[name]["leased_blocks"]
         }
+        if set(said["serving"]) != set(said["active"].split(",")):
+            differ["layout"] = (",".join(said["serving"]), said["active"])
         adds_up = blocks == self._total if not said["kept"] else all(blocks[g] <= self._total[g] for g in blocks)
         if adds_up and not differ:
             self._n.ledgers["add up" if not said["kept"] else "add up, some kept"] += 1
@@ -345,12 +391,17 @@ class Storm:
     def report(self) -> dict[str, Any]:
         """All figures, with the verdict."""
         n = self._n
-        bad = sum(n.answers[kind] for kind in n.answers if kind not in ("right", "left", "503"))
-        bad += 0 if self._o.kill_every else n.answers["503"]
+        fine = ("right", "left", "turned away") if self._o.kill_every else ("right", "left")
+        bad = sum(n.answers[kind] for kind in n.answers if kind not in fine)
+        if not self._o.kill_every and (grown := _growth(self._memory)) > _GROWTH:
+            n.faults.append(f"the server's memory grew by {100 * grown:.1f} %")
+        if self._left:
+            n.faults.append(f"left behind by the server: {self._left}")
         held = self._finished and not bad and not n.faults and not n.bad_ledgers and n.answers["right"] > 0
+        held = held and self._left is not None
         pauses = sorted(n.pauses)
         return {
-            "options": {name: str(value) for name, value in vars(self._o).items()},
+            "options": {name: str(value) for name, value in vars(self._o).items() if name not in ("log", "out")},
             "verdict": "all held" if held else "FAILED" if self._finished else "FAILED: not finished",
             "seconds": round(self._seconds, 1),
             "answers": dict(n.answers),
@@ -365,7 +416,10 @@ class Storm:
             "bad ledgers": n.bad_ledgers[:20],
             "kills": dict(n.kills),
             "faults": n.faults[:20],
-            "memory": self._memory,
+            "requests in flight at a switch": _spread(n.asking),
+            "left behind": self._left,
+            "memory_growth": round(_growth(self._memory), 4) if len(self._memory) >= 10 else None,
+            "memory_mb": self._memory,
         }
 
 
@@ -409,16 +463,42 @@ def _answer(ids: list[list[int]], metas: list[dict[str, Any]]) -> Answer:
     return Answer(ids, logprobs, str(reason["type"]))
 
 
-def _memory_mb(session: int) -> float:
-    """Proportional memory of all processes of a server, in MB."""
-    total = 0
+def _memory_mb(session: int) -> tuple[float, dict[str, float]]:
+    """Memory of a server's processes in MB: all, shared memory divided among those that share it; and that which is
+    private, by what the processes are called. What a process shares with the one it was forked from becomes private
+    as either writes to it."""
+    shares = 0
+    private: Counter[str] = Counter()
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session:
-                total += process.memory_full_info().pss
+                memory = process.memory_full_info()
+                private[_title(" ".join(process.cmdline()))] += memory.uss
+                shares += memory.pss
         except (ProcessLookupError, psutil.Error):
             continue
-    return round(total / 1e6, 1)
+    return round(shares / 1e6, 1), {title: round(uss / 1e6, 1) for title, uss in sorted(private.items())}
+
+
+def _title(command: str) -> str:
+    first = command.split(" ")[0]
+    return first if "::" in first else "launch_server"
+
+
+def _growth(memory: Sequence[Mapping[str, float]]) -> float:
+    """By which part the private memory of all processes has grown from the second fifth of the looks to the last; 0 if
+    there are fewer than ten."""
+    fifth = len(memory) // 5
+    if fifth < 2:
+        return 0.0
+    totals = [look["private"] for look in memory]
+    return statistics.fmean(totals[-fifth:]) / statistics.fmean(totals[fifth : 2 * fifth]) - 1.0
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"least": min(values), "p50": statistics.median(values), "most": max(values)}
 
 
 if __name__ == "__main__":

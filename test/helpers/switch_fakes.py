@@ -163,6 +163,7 @@ class Node:
         faults: by engine and kind of call, e.g. ("tp1@0", "ExportCall"): one of FAULTS, for the next such call.
         during: likewise, what happens right before the engine does what it is asked.
         turns: likewise, how often the event loop turns before the answer is read; 1 unless told.
+        outcomes: of each switch, where it went and what came of it.
     """
 
     def __init__(self, drain_timeout_s: float = 0.2) -> None:
@@ -181,7 +182,15 @@ class Node:
         self._regions = {gpu: allocate(ledger_bytes(SETTINGS.geometry), "cpu") for gpu in (0, 1)}
         self.pools.open({gpu: region.handle for gpu, region in self._regions.items()})
         handles = {gpu: region.handle for gpu, region in self._regions.items()}
-        self.modes = Modes(self.router, self.pools, SPECS, lambda: handles, drain_timeout_s)
+        self.outcomes: list[str] = []
+        self.modes = Modes(
+            self.router,
+            self.pools,
+            SPECS,
+            lambda: handles,
+            drain_timeout_s,
+            ended=lambda switch, outcome: self.outcomes.append(f"{switch.after}: {outcome}"),
+        )
         self.repair = Repair(
             self.router, self._call, lambda engine, why: self._kill(SPECS[engine.name], why), lambda: self.pools.epoch
         )

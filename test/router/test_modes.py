@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from sglang.srt.managers import io_struct
-from switch_fakes import FAULTS, ONES, TWO, Node
+from switch_fakes import FAULTS, ONES, SETTINGS, SPECS, TWO, Node
 
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.switch import SwitchRefusedError
@@ -105,6 +105,30 @@ def test_a_kept_request_that_is_aborted_ends_at_once_and_once() -> None:
     run(story)
 
 
+def test_what_is_kept_goes_on_elsewhere_when_its_engine_will_not_serve_again() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO, "keep")
+        node.world.send(io_struct.AbortReq(rid="b"))
+        node.modes.let_go("the end is near")
+        await node.settle()
+        assert node.where() == {"tp2@0-1": ["a", "c", "d"]}
+        assert node.modes._kept == {}
+        node.check()
+
+    run(story)
+
+
+def test_a_switch_under_way_is_not_disturbed_by_letting_go() -> None:
+    async def story(node: Node) -> None:
+        node.request("a", "b")
+        await node.switch(TWO, "keep")
+        node.during[("tp2@0-1", "ExportCall")] = lambda: node.modes.let_go("the end is near")
+        assert (await node.switch(ONES)).requests == {"resumed": 2}
+
+    run(story)
+
+
 def test_kept_requests_of_an_engine_that_dies_go_on_elsewhere() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)
@@ -182,6 +206,40 @@ def test_requests_that_do_not_fit_are_a_reason_to_refuse() -> None:
     run(story)
 
 
+def test_the_engines_that_serve_are_those_that_get_requests_and_say_so() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        assert (await node.modes.readback())["serving"] == ["tp1@0", "tp1@1"]
+        await node.switch(TWO, "keep")
+        # Prefixes of what it keeps stay in its lease, which is then as large as one that serves.
+        node.fakes["tp1@0"].lease[0] |= {900, 901, 902}
+        said = await node.modes.readback()
+        assert said["engines"]["tp1@0"]["leased_blocks"] > SETTINGS.standby_blocks
+        assert said["kept"] == {"tp1@0": 2, "tp1@1": 2}
+        assert said["serving"] == ["tp2@0-1"]
+        node.faults[("tp2@0-1", "kv_state")] = "refuse"
+        said = await node.modes.readback()
+        assert (said["serving"], said["engines"]["tp2@0-1"]["error"]) == ([], "tp2@0-1: kv_state was refused")
+        node.fakes["tp2@0-1"].lease[1].pop()
+        said = await node.modes.readback()
+        assert said["serving"] == []
+        assert "which should be one number" in said["engines"]["tp2@0-1"]["error"]
+
+    asyncio.run(story(Node()))
+
+
+def test_engines_are_asked_all_at_once() -> None:
+    async def story(node: Node) -> None:
+        asked: list[int] = []
+        for name in SPECS:
+            node.turns[(name, "kv_state")] = 50
+            node.during[(name, "kv_state")] = lambda: asked.append(sum(map(len, node._pending.values())))
+        await node.modes.readback()
+        assert asked == [3, 3, 3]
+
+    asyncio.run(story(Node()))
+
+
 def test_a_layout_with_a_dead_engine_is_refused() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)
@@ -199,6 +257,68 @@ def test_an_engine_that_dies_and_is_gone_before_it_adopts_is_not_waited_for() ->
         node.turns[("tp1@1", "ExportCall")] = 20_000
         with pytest.raises(SwitchRefusedError, match="tp2@0-1 has died since the switch began"):
             await node.switch(TWO)
+
+    run(story)
+
+
+def test_every_switch_that_is_asked_for_is_counted_once_with_what_came_of_it() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        first = asyncio.create_task(node.switch(TWO))
+        await asyncio.sleep(0)
+        with pytest.raises(SwitchRefusedError):
+            await node.switch(TWO)
+        await first
+        node.faults[("tp2@0-1", "ExportCall")] = "refuse"
+        with pytest.raises(SwitchRefusedError):
+            await node.switch(ONES)
+        node.faults[("tp1@0", "AdoptCall")] = "refuse"
+        await node.switch(ONES)
+        node.faults[("tp1@0", "ExportCall")] = "raise"
+        with pytest.raises(ZeroDivisionError):
+            await node.switch(TWO)
+        assert node.outcomes == [
+            f"{TWO}: refused",
+            f"{TWO}: switched",
+            f"{ONES}: refused",
+            f"{ONES}: impaired",
+            f"{TWO}: broken_off",
+        ]
+
+    run(story)
+
+
+def test_a_request_that_waited_for_a_switch_waits_on_when_its_layout_has_died_meanwhile() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO)
+
+        def the_only_engine_dies() -> None:
+            node.request("e")
+            assert list(node.router._queue) == ["e"]
+            node.die("tp2@0-1")
+
+        node.during[("tp1@0", "AdoptCall")] = the_only_engine_dies
+        node.faults = {("tp1@0", "AdoptCall"): "refuse", ("tp1@1", "AdoptCall"): "refuse"}
+        with pytest.raises(SwitchRefusedError, match="could not take its requests up"):
+            await node.switch(ONES)
+        assert not node.ended()
+        assert sorted(node.router.stranded.in_flight) == [*RIDS, "e"]
+        await node.settle()
+        assert node.where() == {"tp2@0-1": [*RIDS, "e"]}
+
+    run(story)
+
+
+def test_what_was_kept_goes_on_only_when_the_blocks_of_an_engine_that_died_are_there() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        await node.switch(TWO, "keep")
+        node.faults[("tp2@0-1", "ExportCall")] = "die"
+        held: list[int] = []
+        node.during[("tp1@0", "RestoreCall")] = lambda: held.append(node.pools.counts(SPECS["tp2@0-1"])[0])
+        await node.switch(ONES)
+        assert held == [0]
 
     run(story)
 

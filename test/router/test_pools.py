@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.layout import EngineSpec, candidate_engines
 from sglang_adapt.kv.blocks import NoFreeBlocksError
 from sglang_adapt.kv.ledger_format import ForeignLedgerError, ledger_bytes
+from sglang_adapt.kv.plan import CopyBatch, RequestCopy
 from sglang_adapt.kv.sizing import KvShape, size_pool
 from sglang_adapt.memory import Region, allocate
 from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
@@ -56,10 +58,19 @@ class Node:
         self.ranks = Ranks()
         self.killed: list[tuple[str, str]] = []
         self.regions: dict[int, Region] = {}
+        self.freed = 0
         self.pools = Pools(
-            SETTINGS, ENGINES, active, self.ranks, lambda spec, why: self.killed.append((spec.name, why))
+            SETTINGS,
+            ENGINES,
+            active,
+            self.ranks,
+            lambda spec, why: self.killed.append((spec.name, why)),
+            freed=self._on_freed,
         )
         self.keeper(0, 1)
+
+    def _on_freed(self) -> None:
+        self.freed += 1
 
     def keeper(self, *gpus: int) -> None:
         """A keeper of these GPUs is ready."""
@@ -117,6 +128,28 @@ def test_what_a_dead_engine_had_is_leased_to_it_again(spec: EngineSpec) -> None:
     assert node.start(spec).counts()[spec.name] == STANDBY
     run(node.pools.fill(spec))
     assert node.counts() == before
+
+
+def test_an_engine_whose_blocks_are_being_copied_can_be_started_when_the_copy_has_ended() -> None:
+    node = Node(active=(BOTH,))
+    pools = node.pools
+    lease = pools.first_lease(ONE)
+    pools.first_lease(OTHER)
+    reserved = pools.reserve(BOTH, 1)
+    pools.lend(BOTH, pools.available(BOTH))
+    copy = RequestCopy("a", 8, np.array(lease, dtype=np.int32), np.array(reserved, dtype=np.int32))
+    ticket = pools.begin_copy([CopyBatch(tuple(ONE.gpus), tuple(BOTH.gpus), (copy,))])
+    pools.engine_gone(ONE)
+    assert not pools.can_start(ONE)
+    with pytest.raises(NoFreeBlocksError):
+        pools.first_lease(ONE)
+    assert node.freed == 0
+    pools.end_copy(ticket)
+    assert node.freed == 1
+    assert pools.can_start(ONE)
+    # They stay its own until then.
+    assert pools.available(BOTH) == 0
+    assert pools.first_lease(ONE) == lease
 
 
 def test_a_dead_engine_of_the_layout_leaves_idle_ones_their_part() -> None:

@@ -36,6 +36,7 @@ class Run:
         self.loaded: list[dict[int, dict[str, Any]]] = []
         self.lost: list[tuple[str, bool]] = []
         self.limit = RestartLimit(restarts, 60.0)
+        self.may_start = True
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -52,6 +53,7 @@ class Run:
                 self.limit,
                 on_loaded=lambda spec, reports: self.loaded.append(reports),
                 on_lost=lambda spec, why, again: self.lost.append((why, again)),
+                may_start=lambda spec: self.may_start,
             )
             self.supervisor.start(SPEC)
             try:
@@ -116,6 +118,27 @@ def test_after_abandon_nothing_is_started_again() -> None:
         run.supervisor.abandon()
         await run.until(lambda: len(first.exited) == 2)
         assert run.supervisor.run_of(SPEC) is first
+
+    Run(["ok", "ok"]).run(scenario)
+
+
+def test_an_engine_that_may_not_be_started_yet_waits_for_a_retry() -> None:
+    async def scenario(run: Run) -> None:
+        await run.until(lambda: len(run.loaded) == 1)
+        first = run.supervisor.run_of(SPEC)
+        run.may_start = False
+        run.supervisor.kill(SPEC, "it is in the way")
+        await run.until(lambda: len(first.exited) == 2)
+        run.supervisor.retry()
+        assert run.supervisor.run_of(SPEC) is first
+        run.may_start = True
+        run.supervisor.hold()
+        run.supervisor.retry()
+        assert run.supervisor.run_of(SPEC) is first
+        run.supervisor.resume()
+        await run.until(lambda: len(run.loaded) == 2)
+        run.supervisor.retry()
+        assert len(run.lost) == 1
 
     Run(["ok", "ok"]).run(scenario)
 

@@ -28,6 +28,31 @@ def test_every_engine_has_its_own_gauges(metered: Server) -> None:
         assert sorted(engines) == [["tp1@0"], ["tp1@1"], ["tp2@0-1"]]
 
 
+def test_switches_are_counted(metered: Server) -> None:
+    def values() -> dict[str, float]:
+        text = httpx.get(f"{metered.url}/metrics", timeout=20, follow_redirects=True).text
+        lines = re.findall(r"^sglang_adapt:(\S+) (\S+)$", text, re.M)
+        return {name: float(value) for name, value in lines}
+
+    def switch(layout: str, strategy: str) -> int:
+        body = {"layout": layout, "strategy": strategy}
+        return httpx.post(f"{metered.url}/adapt/layout", json=body, timeout=60).status_code
+
+    there = 'switches_total{from="tp1@0,tp1@1",outcome="switched",strategy="migrate",to="tp2@0-1"}'
+    pauses = 'switch_pause_seconds_count{outcome="switched"}'
+    before = values()
+    assert 'switch_requests_total{way="migrated"}' in before
+    assert switch("tp2@0-1", "migrate") == 200
+    assert switch("tp2@0-1", "migrate") == 200
+    after = values()
+    assert after[there] == before.get(there, 0.0) + 1
+    assert after[pauses] == before[pauses] + 1
+    for phase in ("prepare", "export", "adopt", "release"):
+        count = f'switch_seconds_count{{phase="{phase}"}}'
+        assert after[count] == before[count] + 1
+    assert switch("tp1@0,tp1@1", "migrate") == 200
+
+
 @pytest.mark.parametrize("path", ["/start_expert_distribution_record", "/send_weights_to_remote_instance"])
 def test_a_control_request_that_fails_says_why_and_ends_no_engine(metered: Server, path: str) -> None:
     before = _restarts(metered)

@@ -47,6 +47,7 @@ from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import (
     Arrival,
     Export,
+    Outcome,
     Switch,
     SwitchRefusedError,
     adopt_call,
@@ -72,6 +73,7 @@ class Modes:
         regions: the KV regions of all GPUs now.
         drain_timeout_s: how long requests that cannot be moved may take to end.
         costs: by which strategies are compared.
+        ended: called with each switch that was asked for, and what came of it.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Modes:
         regions: Callable[[], dict[int, RegionHandle]],
         drain_timeout_s: float,
         costs: Costs = MEASURED_COSTS,
+        ended: Callable[[Switch, Outcome], None] = lambda switch, outcome: None,
     ) -> None:
         self._router = router
         self._pools = pools
@@ -89,6 +92,7 @@ class Modes:
         self._regions = regions
         self._drain_timeout_s = drain_timeout_s
         self._costs = costs
+        self._ended = ended
         self._current: Switch | None = None
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
         self._kept: dict[EngineSpec, Export] = {}
@@ -104,25 +108,30 @@ class Modes:
         Raises:
             SwitchRefusedError: nothing has changed.
         """
+        switch = Switch(self._router.layout, layout, strategy, reason)
         if self._current is not None:
+            self._ended(switch, Outcome.REFUSED)
             raise SwitchRefusedError(
                 f"a switch from {self._current.before} to {self._current.after} is under way; ask again when it is done"
             )
-        switch = self._current = Switch(self._router.layout, layout, strategy, reason)
+        self._current = switch
         try:
             if switch.leaving:
                 await self._run(switch)
                 logger.info("%s", switch)
         except SwitchRefusedError:
+            self._ended(switch, Outcome.REFUSED)
             raise
         except Exception:
             # A fault in this program: no request may stay on the move for ever.
             self._break_off(switch)
+            self._ended(switch, Outcome.BROKEN_OFF)
             raise
         finally:
             self._current = None
             # Blocks of engines that died on the way may have come back since.
             self._later(self._fill(self._router.layout.engines))
+        self._ended(switch, Outcome.IMPAIRED if switch.failures else Outcome.SWITCHED)
         return switch
 
     def engine_ready(self, spec: EngineSpec) -> None:
@@ -140,33 +149,55 @@ class Modes:
         if export is not None:
             self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
 
+    def let_go(self, why: str) -> None:
+        """What is kept goes on at the engines that serve, from its tokens: its own engine will not serve again."""
+        if self._current is None:
+            for spec in list(self._kept):
+                self._later(self._let_go(spec, self._kept.pop(spec), why))
+
+    async def _let_go(self, spec: EngineSpec, export: Export, why: str) -> None:
+        layout = self._router.layout
+        self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
+        await self._release(Switch(layout, layout, Strategy.RECOMPUTE, why), export)
+        await self._fill(layout.engines)
+
     async def readback(self) -> dict[str, Any]:
-        """What the engines say of themselves: lease and free blocks of each, from their ranks."""
-        engines = {}
-        for name, spec in self._specs.items():
-            engine = self._router.engines[name]
-            entry: dict[str, Any] = {"state": engine.state.value, "in_flight": len(engine.in_flight)}
-            if engine.state is EngineState.READY:
-                try:
-                    ranks = await self._pools.ask(spec, "kv_state", {})
-                    entry |= {"leased_blocks": len(ranks[0]["pages"]), "free_blocks": ranks[0]["free"]}
-                    entry["cached_tokens"] = ranks[0]["cached_tokens"]
-                except EngineCallError as error:
-                    entry["error"] = str(error)
-            engines[name] = entry
-        # An engine outside the layout has no more than its small lease: the layout is what the ranks can serve.
-        serving = [
-            name
-            for name, entry in engines.items()
-            if entry.get("leased_blocks", 0) > self._pools.settings.standby_blocks
-        ]
+        """The layout as the engines themselves say it, all of them asked at once.
+
+        Returns:
+            `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
+            now, all have the same blocks to serve with; `switching_to`, `epoch`; `kept`: by engine, the requests that
+            it keeps; `engines`: state, requests in flight, and what the ranks say of lease and cache, or the error.
+        """
+        entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
+        engines = dict(zip(self._specs, entries, strict=True))
         return {
             "active": str(self._router.layout),
-            "serving": serving,
+            "serving": [name for name, entry in engines.items() if self._router.sends_to(name) and _confirmed(entry)],
             "switching_to": None if self._current is None else str(self._current.after),
             "epoch": self._pools.epoch,
             "kept": {str(spec): len(export.requests) for spec, export in self._kept.items()},
             "engines": engines,
+        }
+
+    async def _entry(self, spec: EngineSpec) -> dict[str, Any]:
+        """One engine as its ranks have it."""
+        engine = self._engine(spec)
+        entry: dict[str, Any] = {"state": engine.state.value, "in_flight": len(engine.in_flight)}
+        if engine.state is not EngineState.READY:
+            return entry
+        try:
+            ranks = await self._pools.ask(spec, "kv_state", {})
+        except EngineCallError as error:
+            return entry | {"error": str(error)}
+        leased = [len(rank["pages"]) for rank in ranks]
+        if len(set(leased)) > 1:
+            return entry | {"error": f"{spec}: its ranks have {leased} blocks, which should be one number"}
+        first = ranks[0]
+        return entry | {
+            "leased_blocks": leased[0],
+            "free_blocks": first["free"],
+            "cached_tokens": first["cached_tokens"],
         }
 
     # The phases.
@@ -189,6 +220,7 @@ class Modes:
             await self._roll_back(switch, exports)
             raise SwitchRefusedError(f"layout {switch.before} stays: {error}") from error
         with switch.phase("adopt"):
+            await self._blocks_of_the_dead(switch)
             served = await self._adopt_all(switch, arrivals)
         if not served:
             await self._roll_back(switch, exports)
@@ -292,6 +324,12 @@ class Modes:
             rid, reason = next(iter(answers[0].staying.items()))
             raise SwitchRefusedError(f"{spec}: request {rid} cannot be moved: {reason}")
         return export
+
+    async def _blocks_of_the_dead(self, switch: Switch) -> None:
+        """Wait until engines that leave and have died are gone: what enters needs their blocks to go on."""
+        for spec in switch.leaving:
+            if self._engine(spec).state is EngineState.DEAD and self._pools.counts(spec)[0]:
+                await self._pools.gone(spec, self._pools.deaths(spec))
 
     def _plan(self, switch: Switch, exports: Sequence[Export]) -> dict[EngineSpec, list[Arrival]]:
         """Where each request goes. Raises NoRoomError."""
@@ -525,6 +563,11 @@ class Modes:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _confirmed(entry: Mapping[str, Any]) -> bool:
+    """Have an engine's ranks said that they have blocks to serve with?"""
+    return bool(entry.get("leased_blocks"))
 
 
 def _reasons(reasons: dict[str, str]) -> tuple[int, str]:

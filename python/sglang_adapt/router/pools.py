@@ -42,6 +42,7 @@ class Pools:
         active: the engines of the layout.
         call: asks an engine's ranks.
         kill: kills an engine of which nobody knows what its ranks hold; it is started again.
+        freed: called when a copy has ended, and with it the quarantine of blocks whose engine has died.
 
     Attributes:
         epoch: of the layout; every change of a ledger and every call to an engine carries it.
@@ -54,6 +55,7 @@ class Pools:
         active: Sequence[EngineSpec],
         call: Call,
         kill: Callable[[EngineSpec, str], None],
+        freed: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
         self.epoch = 0
@@ -63,6 +65,7 @@ class Pools:
         self._active = set(active)
         self._call = call
         self.kill = kill
+        self._freed = freed
         self._run_id = uuid.uuid4().hex
         self._regions: dict[int, Region] = {}
         self._ledgers: dict[int, BlockLedger] = {}
@@ -105,6 +108,11 @@ class Pools:
         count = self.available(spec) if first else self.settings.standby_blocks
         pages: list[list[int]] = self._take(spec, count).tolist()
         return pages
+
+    def can_start(self, spec: EngineSpec) -> bool:
+        """Are the blocks of its first lease free? Those of one that died while they were copied are not before the
+        copy has ended; `freed` is called then."""
+        return self._leases.free(self._ranks[spec]) >= self.settings.standby_blocks
 
     def available(self, spec: EngineSpec) -> int:
         """Blocks on each rank by which an engine's lease may grow: the free ones, less those that are kept for other
@@ -249,6 +257,7 @@ class Pools:
     def end_copy(self, ticket: CopyTicket) -> None:
         self._counts.clear()
         self._leases.end_copy(ticket, self.epoch)
+        self._freed()
 
     async def ask(self, spec: EngineSpec, name: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
         """Call an engine in the present epoch. It is killed if nobody knows what it did.

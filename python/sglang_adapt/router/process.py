@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +32,7 @@ from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.router.metrics import SwitchMetrics
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.observe import make_observer, start_waves
 from sglang_adapt.router.pools import Pools
@@ -39,7 +41,7 @@ from sglang_adapt.router.restarts import RestartLimit
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.supervisor import RankStart, Supervisor
-from sglang_adapt.router.switch import SwitchRefusedError
+from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.kv_pool import RankPool
 from sglang_adapt.upstream.rank import RankArgs, configure_logging, prepare_process
@@ -161,11 +163,19 @@ class _Process:
             self._on_loaded,
             self._on_lost,
             self._on_gone,
+            may_start=lambda spec: self.pools is None or self.pools.can_start(spec),
         )
         pool = self._args.pool
         if pool is not None:
             active = self._config.layout.engines
-            self.pools = Pools(pool, self._config.candidates, active, self.calls.call, self._supervisor.kill)
+            self.pools = Pools(
+                pool,
+                self._config.candidates,
+                active,
+                self.calls.call,
+                self._supervisor.kill,
+                freed=self._retry_soon,
+            )
         self._specs = {spec.name: spec for spec in self._config.candidates}
         self._repair = Repair(
             self._router,
@@ -175,7 +185,12 @@ class _Process:
         )
         if self.pools is not None:
             self.modes = Modes(
-                self._router, self.pools, self._specs, self._kv_regions, self._config.switch_drain_timeout_s
+                self._router,
+                self.pools,
+                self._specs,
+                self._kv_regions,
+                self._config.switch_drain_timeout_s,
+                ended=self._count_switch(),
             )
         for spec in self._config.candidates:
             self._router.add_engine(Engine(spec.name, send=self._sender(spec)))
@@ -194,6 +209,17 @@ class _Process:
             self._context.destroy(linger=500)
         if self._failed:
             raise SystemExit(1)
+
+    def _count_switch(self) -> Callable[[Switch, Outcome], None]:
+        """What counts the switches: nothing, unless metrics are wanted."""
+        args = next(iter(self._args.server_args.values()))
+        if not args.enable_metrics:
+            return lambda switch, outcome: None
+        return SwitchMetrics(args.extra_metric_labels or {}).ended
+
+    def _retry_soon(self) -> None:
+        """Start engines that wait for blocks; not at once, because a switch is in the middle of a step."""
+        self._loop.call_soon(self._supervisor.retry)
 
     def _start_engines(self) -> None:
         """Start the next wave of engines."""
@@ -488,6 +514,8 @@ class _Process:
         logger.info("draining: %d unfinished requests, at most %.0f s", self._router.in_flight, timeout_s)
         deadline = time.monotonic() + timeout_s
         while self._router.in_flight and time.monotonic() < deadline:
+            if self.modes is not None:
+                self.modes.let_go("the server is shutting down, and its engine is not in the layout")
             await asyncio.sleep(0.02)
         if self._router.in_flight:
             self._router.fail_all(f"the server shut down before this request was done ({timeout_s:.0f} s)")

@@ -139,9 +139,13 @@ class Router:
             self._dispatch.remove(engine.name)
         self._control.engine_lost(engine.name, why)
         self.strand(engine, list(engine.in_flight), why)
-        if not any(self.engines[name].state in _MAY_SERVE for name in self._active):
+        if not self._may_serve():
             self.fail(self.stranded, list(self.stranded.in_flight), f"no engine is left to go on: {why}")
         self._out.changed()
+
+    def _may_serve(self) -> bool:
+        """Is an engine of the layout up, or will one be?"""
+        return any(self.engines[name].state in _MAY_SERVE for name in self._active)
 
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
         """Requests have lost their engine; `repair.Repair` places them. One that has lost too many ends with a 503."""
@@ -170,13 +174,17 @@ class Router:
         entry = self.journal[rid]
         del self.stranded.in_flight[rid]
         del self._where[rid]
-        self._place(rid, entry.tokens, entry.data)
+        self._place(rid, entry.tokens, entry.data, accepted=True)
         return True
 
     def least_loaded(self) -> Engine | None:
         """The engine that gets the next request, if there is one now."""
         name = self._dispatch.least()
         return None if name is None else self.engines[name]
+
+    def sends_to(self, name: str) -> bool:
+        """May this engine get the next request?"""
+        return name in self._dispatch
 
     def take_up(self, engine: Engine, rids: Iterable[str]) -> None:
         """Stranded requests are an engine's now."""
@@ -224,7 +232,7 @@ class Router:
             self._on_abort(wire.encode_abort(rid))
         queue, self._queue = self._queue, {}
         for rid, (tokens, data) in queue.items():
-            self._place(rid, tokens, data)
+            self._place(rid, tokens, data, accepted=True)
         self._out.changed()
 
     def detach(self, engine: Engine, rids: Iterable[str]) -> None:
@@ -315,12 +323,21 @@ class Router:
             return
         self._place(rid, tokens, data)
 
-    def _place(self, rid: str, tokens: int, data: bytes) -> None:
-        """Send a request to the engine with the least load; while a switch has paused all, it waits."""
+    def _place(self, rid: str, tokens: int, data: bytes, accepted: bool = False) -> None:
+        """Send a request to the engine with the least load; while a switch has paused all, it waits.
+
+        If no engine of the layout is up, one that comes now ends with a 503, and one that has been `accepted` is
+        stranded until one is.
+        """
         while True:
             name = self._dispatch.least()
             if name is None and self._paused:
                 self._queue[rid] = (tokens, data)
+                return
+            if name is None and accepted and self._may_serve():
+                self.stranded.in_flight[rid] = tokens
+                self._where[rid] = self.stranded
+                self.journal.setdefault(rid, Entry(data, tokens))
                 return
             if name is None:
                 why = f"no engine of layout {self.layout} is up; one is being restarted, so try again shortly"

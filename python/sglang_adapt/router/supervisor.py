@@ -58,6 +58,7 @@ class Supervisor:
             reason and whether the engine will be started again.
         on_gone: all ranks of a lost engine have ended, so nothing of it touches memory any more; called before it
             is started again.
+        may_start: asked before a lost engine is started again; if not, it waits for `retry`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Supervisor:
         on_loaded: Callable[[EngineSpec, dict[int, dict[str, Any]]], None],
         on_lost: Callable[[EngineSpec, str, bool], None],
         on_gone: Callable[[EngineSpec], None] = lambda spec: None,
+        may_start: Callable[[EngineSpec], bool] = lambda spec: True,
     ) -> None:
         self._loop = loop
         self._context = context
@@ -77,6 +79,7 @@ class Supervisor:
         self._on_loaded = on_loaded
         self._on_lost = on_lost
         self._on_gone = on_gone
+        self._may_start = may_start
         self._runs: dict[EngineSpec, EngineRun] = {}
         self._restarts: dict[EngineSpec, Restarts] = {}
         self._stopping = False
@@ -94,9 +97,15 @@ class Supervisor:
     def resume(self) -> None:
         """Start the lost engines that were held back."""
         self._held = False
+        self.retry()
+
+    def retry(self) -> None:
+        """What lost engines wait for may be there: start those that may be started now."""
+        if self._held or self._stopping:
+            return
         waiting, self._waiting = self._waiting, []
         for spec in waiting:
-            self.start(spec)
+            self._start_again(spec)
 
     def start(self, spec: EngineSpec) -> EngineRun:
         """Start an engine's ranks; returns at once."""
@@ -190,12 +199,14 @@ class Supervisor:
         if self._stopping or self._runs[run.spec] is not run:
             return
         self._on_gone(run.spec)
-        if not run.again:
-            return
-        if self._held:
-            self._waiting.append(run.spec)
+        if run.again:
+            self._start_again(run.spec)
+
+    def _start_again(self, spec: EngineSpec) -> None:
+        if self._held or not self._may_start(spec):
+            self._waiting.append(spec)
         else:
-            self.start(run.spec)
+            self.start(spec)
 
 
 def _exit(code: int | None) -> str:

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +21,25 @@ from sglang_adapt.policy.carry import Strategy
 
 Blocks = list[list[int]]
 """Blocks of one request in token order, a list a rank."""
+Phase = Literal["prepare", "export", "plan", "adopt", "release"]
+Way = Literal["migrated", "recomputed", "waiting", "kept", "resumed", "drained", "stranded"]
+"""What becomes of a request: it moves with its KV, without it, or had none; it stays paused, or goes on after that; it
+ends first; or it lost its engine and goes on from its tokens."""
+
+
+class Outcome(StrEnum):
+    """What came of a switch.
+
+    SWITCHED: the new layout serves.
+    IMPAIRED: it does, and something failed on the way (`Switch.failures`).
+    REFUSED: the old one serves on.
+    BROKEN_OFF: a fault in this program; the engines of both layouts are started again.
+    """
+
+    SWITCHED = "switched"
+    IMPAIRED = "impaired"
+    REFUSED = "refused"
+    BROKEN_OFF = "broken_off"
 
 
 class SwitchRefusedError(RuntimeError):
@@ -126,10 +146,10 @@ class Switch:
     strategy: Strategy
     reason: str
     epoch: int = 0
-    requests: Counter[str] = field(default_factory=Counter)
+    requests: Counter[Way] = field(default_factory=Counter)
     kv_tokens: int = 0
     kv_bytes: int = 0
-    phases_ms: dict[str, float] = field(default_factory=dict)
+    phases_ms: dict[Phase, float] = field(default_factory=dict)
     steps_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -143,10 +163,11 @@ class Switch:
 
     @property
     def pause_ms(self) -> float:
-        return sum(self.phases_ms.get(name, 0.0) for name in ("export", "plan", "adopt"))
+        pausing: tuple[Phase, ...] = ("export", "plan", "adopt")
+        return sum(self.phases_ms.get(name, 0.0) for name in pausing)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: Phase) -> Iterator[None]:
         began = perf_counter()
         try:
             yield

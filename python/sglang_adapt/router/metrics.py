@@ -1,0 +1,90 @@
+"""Prometheus metrics of switches of layout, on stock's `/metrics` (`--enable-metrics`).
+
+Each process of the server writes its metrics to files in one folder, from which the front answers `/metrics`; so this
+process needs nothing but that folder. Labels are bounded: layouts, strategies, outcomes, ways and phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+from sglang_adapt.router.switch import Outcome, Phase, Switch, Way
+
+_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histograms, in seconds: a pause takes tens of milliseconds, a drain up to its limit."""
+
+
+class MetricsFolderError(RuntimeError):
+    """Metrics of this process would stay in it, because the library for them was loaded too early."""
+
+
+class SwitchMetrics:
+    """Counts switches as they end.
+
+    - `sglang_adapt:switches_total{from,to,strategy,outcome}`
+    - `sglang_adapt:switch_pause_seconds{outcome}`: how long the requests of the engines that left were paused
+    - `sglang_adapt:switch_seconds{phase}`: how long each phase took
+    - `sglang_adapt:switch_requests_total{way}`: what became of requests in switches that were made
+    - `sglang_adapt:kv_migrated_bytes_total`: KV that was copied in them
+
+    Args:
+        labels: further labels of every metric, by name (`--extra-metric-labels`).
+
+    Raises:
+        MetricsFolderError: `prometheus_client` was imported before the folder was set.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        # Here, because it looks for the folder in the environment when it is imported.
+        from prometheus_client import Counter, Histogram, values
+
+        if not values.ValueClass._multiprocess:
+            raise MetricsFolderError(
+                "PROMETHEUS_MULTIPROC_DIR was not set when prometheus_client was imported, so nobody would see the "
+                "metrics of this process; start the server without --enable-metrics and report this"
+            )
+        self._labels = dict(labels)
+        names = tuple(labels)
+        self._switches = Counter(
+            "sglang_adapt:switches",
+            "Switches of layout that were asked for.",
+            (*names, "from", "to", "strategy", "outcome"),
+        )
+        self._pause = Histogram(
+            "sglang_adapt:switch_pause_seconds",
+            "How long a switch paused the requests of the engines that left the layout.",
+            (*names, "outcome"),
+            buckets=_SECONDS,
+        )
+        self._phases = Histogram(
+            "sglang_adapt:switch_seconds", "How long a phase of a switch took.", (*names, "phase"), buckets=_SECONDS
+        )
+        self._requests = Counter(
+            "sglang_adapt:switch_requests", "Requests in switches, by what became of them.", (*names, "way")
+        )
+        self._bytes = Counter("sglang_adapt:kv_migrated_bytes", "Bytes of KV that switches have copied.", names)
+        # A series that is there from the start shows its first increase.
+        for outcome in Outcome:
+            self._pause.labels(**self._labels, outcome=outcome.value)
+        for phase in get_args(Phase):
+            self._phases.labels(**self._labels, phase=phase)
+        for way in get_args(Way):
+            self._requests.labels(**self._labels, way=way)
+        if names:
+            self._bytes.labels(**self._labels)
+
+    def ended(self, switch: Switch, outcome: Outcome) -> None:
+        """A switch has ended. One to the layout that serves already is none."""
+        if not switch.leaving:
+            return
+        ends = {"from": str(switch.before), "to": str(switch.after)}
+        self._switches.labels(**self._labels, **ends, strategy=switch.strategy.value, outcome=outcome.value).inc()
+        for phase, ms in switch.phases_ms.items():
+            self._phases.labels(**self._labels, phase=phase).observe(ms / 1e3)
+        if "export" in switch.phases_ms:
+            self._pause.labels(**self._labels, outcome=outcome.value).observe(switch.pause_ms / 1e3)
+        if outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
+            for way, count in switch.requests.items():
+                self._requests.labels(**self._labels, way=way).inc(count)
+            (self._bytes.labels(**self._labels) if self._labels else self._bytes).inc(switch.kv_bytes)

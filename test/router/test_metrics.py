@@ -1,0 +1,96 @@
+"""The metrics of switches, as the front's process reads them from the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+STORY = """
+import json
+import sys
+
+from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.router.metrics import SwitchMetrics
+from sglang_adapt.router.switch import Outcome, Switch
+
+ones, two = (parse_layout(text, (1, 2), 2) for text in ("tp1@0,tp1@1", "tp2@0-1"))
+metrics = SwitchMetrics(json.loads(sys.argv[1]))
+
+done = Switch(ones, two, Strategy.AUTO, "test")
+done.requests.update(migrated=3, recomputed=1)
+done.kv_bytes = 4096
+done.phases_ms |= {"prepare": 400.0, "export": 30.0, "plan": 1.0, "adopt": 9.0, "release": 5.0}
+metrics.ended(done, Outcome.SWITCHED)
+metrics.ended(done, Outcome.IMPAIRED)
+
+refused = Switch(two, ones, Strategy.KEEP, "test")
+metrics.ended(refused, Outcome.REFUSED)
+refused.phases_ms |= {"prepare": 1.0, "export": 30.0, "plan": 1.0}
+refused.requests.update(migrated=100)
+refused.kv_bytes = 10**9
+metrics.ended(refused, Outcome.REFUSED)
+metrics.ended(Switch(ones, ones, Strategy.AUTO, "nothing to do"), Outcome.SWITCHED)
+
+from prometheus_client import CollectorRegistry, multiprocess
+
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(json.dumps([[s.name, s.labels, s.value] for family in registry.collect() for s in family.samples]))
+"""
+
+
+def tell(folder: Path | None, labels: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
+    env |= {} if folder is None else {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    command = [sys.executable, "-c", STORY, json.dumps(labels)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    run = tell(tmp_path, {})
+    assert run.returncode == 0, run.stderr
+    samples = {
+        (name, *sorted(labels.items())): value
+        for name, labels, value in json.loads(run.stdout)
+        if not name.endswith("_bucket")
+    }
+
+    def value(name: str, **labels: str) -> float:
+        return float(samples[(f"sglang_adapt:{name}", *sorted(labels.items()))])
+
+    there = {"from": "tp1@0,tp1@1", "to": "tp2@0-1", "strategy": "auto"}
+    back = {"from": "tp2@0-1", "to": "tp1@0,tp1@1", "strategy": "keep"}
+    assert value("switches_total", **there, outcome="switched") == 1
+    assert value("switches_total", **there, outcome="impaired") == 1
+    assert value("switches_total", **back, outcome="refused") == 2
+    # A switch to the layout that serves is none.
+    assert sum(count for (name, *_), count in samples.items() if name == "sglang_adapt:switches_total") == 4
+    assert value("switch_pause_seconds_sum", outcome="switched") == 0.04
+    # One of the two was refused before anything was paused.
+    assert value("switch_pause_seconds_count", outcome="refused") == 1
+    assert value("switch_pause_seconds_count", outcome="broken_off") == 0
+    assert value("switch_seconds_count", phase="prepare") == 3
+    assert value("switch_seconds_count", phase="release") == 2
+    # What was refused has moved nothing.
+    assert value("switch_requests_total", way="migrated") == 6
+    assert value("switch_requests_total", way="recomputed") == 2
+    assert value("switch_requests_total", way="kept") == 0
+    assert value("kv_migrated_bytes_total") == 8192
+
+
+def test_further_labels_are_on_every_metric(tmp_path: Path) -> None:
+    run = tell(tmp_path, {"cluster": "a"})
+    assert run.returncode == 0, run.stderr
+    samples = json.loads(run.stdout)
+    assert {labels.get("cluster") for _, labels, _ in samples} == {"a"}
+    assert [value for name, _, value in samples if name == "sglang_adapt:kv_migrated_bytes_total"] == [8192]
+
+
+def test_metrics_that_nobody_would_see_are_an_error() -> None:
+    run = tell(None, {})
+    assert run.returncode != 0
+    assert "MetricsFolderError: PROMETHEUS_MULTIPROC_DIR was not set" in run.stderr
