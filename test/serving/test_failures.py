@@ -187,7 +187,7 @@ def test_drain_timeout_ends_requests_with_an_error(start: Callable[..., Server])
     assert server.wait(30) == 0
 
 
-@pytest.mark.parametrize("title", ["sglang_adapt::router", "sglang::detokenizer"])
+@pytest.mark.parametrize("title", ["sglang_adapt::router", pytest.param("sglang::detokenizer", marks=pytest.mark.full)])
 def test_death_of_a_central_process_ends_the_server(single: Server, title: str) -> None:
     before = leftovers()
     started = session_of(single)
