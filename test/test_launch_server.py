@@ -51,3 +51,10 @@ def test_a_temporary_folder_too_deep_for_sockets() -> None:
     assert done.returncode == 2
     assert "set TMPDIR to a shorter folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_first_process_imports_nothing_heavy() -> None:
+    """It lives as long as the server, and everything else waits for it."""
+    code = "import sys, sglang_adapt.launch_server; print(*{'torch', 'numpy', 'sglang', 'zmq'} & sys.modules.keys())"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert shown.stdout.split() == []

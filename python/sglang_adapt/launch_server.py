@@ -19,7 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from sglang_adapt.core.process import adopt_orphans, end_descendants, make_run_dir
-from sglang_adapt.front.settings import SettingsError, add_adapt_flags, split_argv
+from sglang_adapt.front.entry import run_front
+from sglang_adapt.front.flags import SettingsError, add_adapt_flags, split_argv
 from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
 
 EXIT_USAGE = 2
@@ -46,8 +47,6 @@ def default_start_method() -> str:
 
 
 def _run(argv: list[str], start_method: str) -> int:
-    from sglang_adapt.front.process import front_main
-
     adopt_orphans()
     try:
         run_dir = make_run_dir()
@@ -63,7 +62,7 @@ def _run(argv: list[str], start_method: str) -> int:
         else:
             context = multiprocessing.get_context("spawn")
         print("sglang_adapt: loading sglang", file=sys.stderr, flush=True)
-        front = context.Process(target=front_main, args=(argv, str(run_dir.path), start_method), name="front")
+        front = context.Process(target=run_front, args=(argv, str(run_dir.path), start_method), name="front")
         stopping = _Stopping()
         _start_without_interrupts(front, start_method == "forkserver")
         stopping.pass_to(front.pid)

@@ -11,8 +11,9 @@ import pytest
 from sglang_adapt.core.config import WARMUP
 from sglang_adapt.core.overheads import PACKAGED, Overhead, OverheadKey, record_overhead
 from sglang_adapt.demo import demo_model_path
+from sglang_adapt.front.flags import SettingsError
 from sglang_adapt.front.memory import Deployment, fewer_tp_sizes, plan_for, plans_for_fewer, read_all_overheads
-from sglang_adapt.front.settings import SettingsError, _plan_memory, make_settings
+from sglang_adapt.front.settings import _plan_memory, make_settings
 from sglang_adapt.kv.sizing import KvShape, size_pool
 from sglang_adapt.memory import free
 from sglang_adapt.memory.free import FreeMemory

@@ -8,7 +8,8 @@ import pytest
 
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.demo import demo_model_path
-from sglang_adapt.front.settings import Settings, SettingsError, check_allocator, make_settings, split_argv
+from sglang_adapt.front.flags import SettingsError, split_argv
+from sglang_adapt.front.settings import Settings, check_allocator, make_settings
 from sglang_adapt.upstream.front import stock_parser
 
 
@@ -117,7 +118,7 @@ def test_our_flags_are_read_before_sglang_is_loaded() -> None:
 
 
 def test_help_has_stocks_flags_and_ours() -> None:
-    from sglang_adapt.front.settings import add_adapt_flags
+    from sglang_adapt.front.flags import add_adapt_flags
 
     parser = stock_parser("prog", "text")
     add_adapt_flags(parser)

@@ -2,6 +2,7 @@
 
 - `process.py`: the process itself: settings, router, server; `launcher.py`: starts the router;
 - `asgi.py`: health, readiness, refusals and the draining of requests; `link.py`: what the router says;
+- `entry.py`: the way in; `flags.py`: our flags;
 - `settings.py`: from the command line to checked settings; `address.py`: can the server listen there;
 - `memory.py`: the memory plan of a deployment; `layout_api.py`: `/adapt/layout`;
 - `errors.py`: bodies of our own errors.

@@ -20,10 +20,11 @@ from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.front.address import AddressError, check_address
 from sglang_adapt.front.asgi import AdaptLayer
+from sglang_adapt.front.flags import SettingsError
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
-from sglang_adapt.front.settings import SettingsError, make_settings
+from sglang_adapt.front.settings import make_settings
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_lines
 
 logger = logging.getLogger(__name__)

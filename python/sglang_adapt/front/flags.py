@@ -1,0 +1,125 @@
+"""The `--adapt-*` flags. The first process parses them as well, so that nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_adapt.core.overheads import default_overheads_file
+from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS
+
+VIRTUAL_GPUS_DEFAULT = 2
+VIRTUAL_GPUS_MAX = 32
+VIRTUAL_MAX_TOTAL_TOKENS = 32768
+VIRTUAL_PAGE_TOKENS = 8
+"""Prompts of what a CPU serves are short, and whole pages of them only are reused."""
+
+
+class SettingsError(ValueError):
+    """The command line asks for something that cannot be served; the text says what and what would do."""
+
+
+def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the `--adapt-*` flags as a group of their own."""
+    group = parser.add_argument_group(
+        "sglang_adapt",
+        "The parallel layout and what keeps it alive. With several TP sizes, stock's --max-total-tokens and "
+        "--page-size count tokens at the smallest one: --max-total-tokens are those that the KV pool of one GPU holds "
+        "(for an engine of t times that size it holds t times as many; default: what the memory plan leaves, on "
+        f"virtual GPUs {VIRTUAL_MAX_TOTAL_TOKENS}) and bound the length of a request; --page-size "
+        f"(default: {DEFAULT_PAGE_TOKENS}, on virtual GPUs {VIRTUAL_PAGE_TOKENS}) are those of a page.",
+    )
+    group.add_argument(
+        "--adapt-tp-sizes",
+        metavar="N,N,...",
+        help="TP sizes whose engines are kept warm (default: powers of two up to the GPU count that the model's "
+        "heads allow)",
+    )
+    group.add_argument(
+        "--adapt-layout",
+        metavar="LAYOUT",
+        help="layout at start: engines that cover every GPU once, e.g. tp1@0,tp1@1 or tp2@0-1 (default: all GPUs "
+        "at the smallest TP size, or at --tp-size if that is given)",
+    )
+    group.add_argument(
+        "--adapt-virtual-gpus",
+        metavar="N",
+        type=int,
+        help=f"number of virtual GPUs on a machine without CUDA (default: {VIRTUAL_GPUS_DEFAULT})",
+    )
+    group.add_argument(
+        "--adapt-restart-limit",
+        metavar="N",
+        type=int,
+        default=3,
+        help="give an engine up when it has died more often than this within --adapt-restart-window, and end the "
+        "server when a keeper has (default: 3)",
+    )
+    group.add_argument(
+        "--adapt-restart-window",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="window of --adapt-restart-limit in seconds (default: 300)",
+    )
+    group.add_argument(
+        "--adapt-drain-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="how long running requests may take after SIGTERM or Ctrl-C, in seconds (default: 60)",
+    )
+    group.add_argument(
+        "--adapt-switch-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="how long a switch of layout waits for requests that have to end before it (strategy drain, and requests "
+        "that cannot be moved), in seconds (default: 60)",
+    )
+    group.add_argument(
+        "--adapt-start-method",
+        choices=["forkserver", "spawn"],
+        help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, "
+        "because importing sglang initialises CUDA (default: spawn on a machine with NVIDIA GPUs, else forkserver)",
+    )
+    group.add_argument(
+        "--adapt-overheads-file",
+        metavar="FILE",
+        type=Path,
+        default=default_overheads_file(),
+        help="where it is kept what engines were seen to take of a GPU's memory beyond weights and KV; read for the "
+        "memory plan, written when an engine starts that nothing disturbs (default: %(default)s)",
+    )
+
+
+def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and the rest of the command line for stock's parser.
+
+    Raises:
+        SettingsError: an unknown `--adapt-*` flag, or a bad value of one.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_adapt_flags(parser)
+    try:
+        ours, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise SettingsError(str(error)) from None
+    unknown = [arg.split("=")[0] for arg in rest if arg.startswith("--adapt-")]
+    if unknown:
+        known = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vars(ours)))
+        raise SettingsError(f"{unknown[0]} is not a flag; sglang_adapt knows {known}")
+    for name in ("adapt_restart_limit", "adapt_restart_window", "adapt_drain_timeout", "adapt_switch_timeout"):
+        value = getattr(ours, name)
+        if value < 0:
+            raise SettingsError(f"--{name.replace('_', '-')} {value} is negative")
+        if not math.isfinite(value):
+            raise SettingsError(f"--{name.replace('_', '-')} {value} is not a number of seconds; give a finite one")
+    gpus = ours.adapt_virtual_gpus
+    if gpus is not None and not 1 <= gpus <= VIRTUAL_GPUS_MAX:
+        raise SettingsError(
+            f"--adapt-virtual-gpus {gpus}: give 1 to {VIRTUAL_GPUS_MAX}; each takes a process for every TP size"
+        )
+    return ours, rest
