@@ -100,6 +100,37 @@ def packed_details() -> dict[str, Any]:
     }
 
 
+def what_is_not_carried() -> tuple[list[str], list[str], int]:
+    """(attributes, clocks) that arrive with another value or type, and the bytes of a plain request beyond its tokens.
+
+    One request is as new, one has no usual value left, one has another one in every second attribute.
+    """
+    from sglang_adapt.upstream.handoff.pack import pack, unpack
+    from sglang_adapt.upstream.handoff.state import CARRIED, usual
+
+    changed = {bool: True, int: 9, float: 0.25, str: "else", type(None): 3}
+    plain = request(prompt=500, output=3, stop=["a"], temperature=0.5)
+    plain.time_stats.scheduler_recv_time = 0.0
+    odd, half = request(output=3, max_new_tokens=20, json_schema="{}"), request()
+    for at, (name, value) in enumerate(sorted(usual().items())):
+        other = not value if type(value) is bool else changed[type(value)]
+        setattr(odd, name, other)
+        if at % 2:
+            setattr(half, name, other)
+    odd.time_stats.decode_ct = 4
+    attributes, clocks = [], []
+    for req in (plain, odd, half):
+        there = unpack(pack(req, RequestKind.RUNNING, 7), scheduler()).req
+        for name in CARRIED & vars(req).keys() - {"sampling_params", "logprob", "return_hidden_states_mode"}:
+            here, arrived = getattr(req, name), getattr(there, name)
+            if type(here) is not type(arrived) or here != arrived:
+                attributes.append(name)
+        for name, here in vars(req.time_stats).items():
+            if type(here) in (int, float) and getattr(there.time_stats, name) != here:
+                clocks.append(name)
+    return attributes, clocks, len(pack(plain, RequestKind.RUNNING, 7).state) - 4 * 503
+
+
 def unpack_bytes(state: bytes) -> None:
     from sglang_adapt.upstream.handoff.pack import unpack
 

@@ -29,6 +29,12 @@ def test_carried_attributes_arrive_and_rebuilt_ones_do_not(
     assert in_child(context, children.lists_are_used) == ([], [])
 
 
+def test_usual_values_arrive_without_being_carried(context: multiprocessing.context.ForkServerContext) -> None:
+    attributes, clocks, size = in_child(context, children.what_is_not_carried)
+    assert (attributes, clocks) == ([], [])
+    assert size < 2000, "a switch under load moves hundreds of requests"
+
+
 def test_a_request_comes_through_its_message(context: multiprocessing.context.ForkServerContext) -> None:
     assert in_child(context, children.packed_details) == {
         "same tokens": True,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
-from sglang_adapt.upstream.handoff.state import CARRIED
+from sglang_adapt.upstream.handoff.state import CARRIED, usual
 
 
 class UnpackError(RuntimeError):
@@ -23,11 +23,12 @@ class _Packed:
     """The pickle's content.
 
     Attributes:
-        attributes: values of CARRIED, less `tokens` and the sampling parameters' way back to the request.
+        attributes: values of CARRIED, less `tokens`, the usual ones, and the sampling parameters' way back to the
+            request.
         tokens: the attributes that are lists of token ids, of which a long prompt has most of a request's bytes; int32.
         aliases: attributes that are the same list as another one.
-        clocks: the numbers of its `time_stats`. Stock's own pickle drops them; they are readings of a clock that all
-            processes of a machine share.
+        clocks: the numbers of its `time_stats` that are not 0. Stock's own pickle drops them; they are readings of a
+            clock that all processes of a machine share.
         has_grammar: it was being decoded under a grammar.
     """
 
@@ -49,11 +50,16 @@ class Unpacked:
 
 def pack(req: Any, kind: RequestKind, kv_tokens: int) -> CarriedRequest:
     """The message of one request of stock's (`Req`); changes nothing."""
-    attributes = {name: value for name, value in vars(req).items() if name in CARRIED}
+    known = usual()
+    attributes = {
+        name: value
+        for name, value in vars(req).items()
+        if name in CARRIED and not (name in known and type(value) is type(known[name]) and value == known[name])
+    }
     params = attributes["sampling_params"] = copy.copy(req.sampling_params)
     if isinstance(params.custom_params, dict):
         params.custom_params = {key: value for key, value in params.custom_params.items() if key != "__req__"}
-    clocks = {name: value for name, value in vars(req.time_stats).items() if type(value) in (int, float)}
+    clocks = {name: value for name, value in vars(req.time_stats).items() if type(value) in (int, float) and value}
     tokens, aliases = _take_tokens(attributes)
     packed = _Packed(attributes, tokens, aliases, clocks, req.grammar is not None)
     state = pickle.dumps(packed, protocol=pickle.HIGHEST_PROTOCOL)
@@ -92,7 +98,9 @@ def unpack(carried: CarriedRequest, scheduler: Any) -> Unpacked:
         metrics_collector=scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None,
     )
     vars(req).update(attributes)
-    vars(req.time_stats).update(packed.clocks)
+    clocks = vars(req.time_stats)
+    clocks.update({name: type(value)() for name, value in clocks.items() if type(value) in (int, float)})
+    clocks.update(packed.clocks)
     req.tokenizer = scheduler.tokenizer
     return Unpacked(req, carried, packed.has_grammar)
 

@@ -123,6 +123,8 @@ REFUSED = {
 }
 """A request moves only if this attribute has the value of a new request; the text says what else it means."""
 
+_PLAIN = (bool, int, float, str, type(None))
+
 LATE = frozenset({"surr_and_decode_ids", "cur_decode_ids_len"})
 """Attributes of CARRIED that a new request does not have yet."""
 
@@ -148,6 +150,34 @@ def check_req_attributes() -> None:
             f"the attributes of sglang's Req are not those that requests are moved by ({'; '.join(problems)}); "
             f"say in upstream/handoff/state.py what becomes of them"
         )
+
+
+@cache
+def usual() -> dict[str, Any]:
+    """Attributes of CARRIED with the plain value that every new request has, whatever it asks for. With that value they
+    need not be carried."""
+    from array import array
+
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    asks = SamplingParams(
+        max_new_tokens=7,
+        min_new_tokens=2,
+        temperature=0.7,
+        top_k=3,
+        stop=["x"],
+        stop_token_ids=[5],
+        frequency_penalty=0.5,
+        json_schema="{}",
+        custom_params={"budget": 3},
+    )
+    other = vars(Req("r", "", array("q", [5, 6, 7]), asks))
+    return {
+        name: value
+        for name, value in vars(new_req()).items()
+        if name in CARRIED and type(value) in _PLAIN and type(other[name]) is type(value) and other[name] == value
+    }
 
 
 @cache
