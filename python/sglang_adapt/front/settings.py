@@ -13,11 +13,14 @@ from typing import Any
 from sglang_adapt.core.config import WARMUP, AdaptConfig
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError, default_overheads_file
+from sglang_adapt.core.slo_file import BUILT_IN_NAME
 from sglang_adapt.front.memory import Deployment, plan_for, plans_for_fewer, read_all_overheads
+from sglang_adapt.front.tiers import TiersError, make_tier_settings
 from sglang_adapt.kv.geometry import GeometryError
 from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS, KvShape, PoolSettings, pool_cost, size_pool
 from sglang_adapt.memory.allocator import refuse_expandable_segments
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_fault
+from sglang_adapt.policy.tiers import TierSettings
 
 VIRTUAL_GPUS_DEFAULT = 2
 VIRTUAL_GPUS_MAX = 32
@@ -40,12 +43,14 @@ class Settings:
         server_args: stock ServerArgs by TP size.
         memory: what goes where in memory, or why that is not known before it is loaded.
         pool: the KV pool of every GPU; None with one TP size, whose engines have pools of their own, as stock.
+        tiers: tiers, if there are any, and how fast the engines are.
     """
 
     config: AdaptConfig
     server_args: dict[int, Any]
     memory: MemoryPlan | str
     pool: PoolSettings | None = None
+    tiers: TierSettings | None = None
 
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +116,19 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         choices=["forkserver", "spawn"],
         help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, "
         "because importing sglang initialises CUDA (default: spawn on a machine with NVIDIA GPUs, else forkserver)",
+    )
+    group.add_argument(
+        "--adapt-slo-config",
+        metavar="FILE",
+        help="tiers with latency targets, a YAML or JSON file (docs/tiers.md); requests are admitted and placed by "
+        f"what their targets need. {BUILT_IN_NAME}: three tiers of ours (default: no tiers, all requests are alike)",
+    )
+    group.add_argument(
+        "--adapt-profile",
+        metavar="FILE",
+        type=Path,
+        help="how fast prefill and decode are here, as measured by `python -m sglang_adapt.profile` (default: reckoned "
+        "from the sizes of model and GPU, and corrected as requests run)",
     )
     group.add_argument(
         "--adapt-overheads-file",
@@ -231,7 +249,11 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         overheads_file=str(ours.adapt_overheads_file),
         start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
-    return Settings(config, server_args, memory, pool)
+    try:
+        tiers = make_tier_settings(ours.adapt_slo_config, ours.adapt_profile, server_args, gpus, virtual)
+    except TiersError as error:
+        raise SettingsError(str(error)) from None
+    return Settings(config, server_args, memory, pool, tiers)
 
 
 def _plan_memory(

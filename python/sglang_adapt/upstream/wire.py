@@ -27,6 +27,7 @@ EMBED_OUTPUT = b"BatchEmbeddingOutput"
 HEALTH_OUTPUT = b"HealthCheckOutput"
 INTERNAL_STATE = b"GetInternalStateReqOutput"
 RPC_REQUEST = b"RpcReqInput"
+TICKET = b"SglangAdaptTicket"
 RPC_OUTPUT = b"RpcReqOutput"
 
 CALL_METHOD = "sglang_adapt_call"
@@ -68,6 +69,13 @@ class _GenerateHead(msgspec.Struct, tag="TokenizedGenerateReqInput", array_like=
     http_worker_ipc: msgspec.Raw
     input_text: msgspec.Raw
     input_ids: msgspec.Raw
+
+
+class _Ticket(msgspec.Struct, tag="SglangAdaptTicket", array_like=True):
+    """Our own message on the socket from the front to the router: the next request of that id has this ticket."""
+
+    rid: str
+    ticket: int
 
 
 class _EmbedHead(msgspec.Struct, tag="TokenizedEmbeddingReqInput", array_like=True):
@@ -119,6 +127,8 @@ class _EmbedOutputHead(msgspec.Struct, tag="BatchEmbeddingOutput", array_like=Tr
 
 _REQUEST = msgspec.msgpack.Decoder(_GenerateHead | _EmbedHead)
 _BATCH = msgspec.msgpack.Decoder(_BatchGenerate | _BatchEmbed)
+_IDS = msgspec.msgpack.Decoder(tuple[str, bytes])
+_TICKET_OF = msgspec.msgpack.Decoder(_Ticket)
 _ABORT = msgspec.msgpack.Decoder(_AbortHead)
 _EMBED_OUTPUT = msgspec.msgpack.Decoder(_EmbedOutputHead)
 _TOKEN_OUTPUT = msgspec.msgpack.Decoder(_TokenOutput)
@@ -132,6 +142,26 @@ def request_head(data: bytes) -> tuple[str, int]:
     """(request id, about how many prompt tokens) of one tokenized request."""
     head = _REQUEST.decode(data)
     return head.rid, len(head.input_ids) // _BYTES_PER_TOKEN
+
+
+def prompt_ids(data: bytes) -> bytes:
+    """Token ids of a tokenized request's prompt, int64 each; empty if it has none, as one of embeddings."""
+    head = _REQUEST.decode(data)
+    try:
+        return _IDS.decode(head.input_ids)[1]
+    except msgspec.DecodeError:
+        return b""
+
+
+def encode_ticket(rid: str, ticket: int) -> bytes:
+    """Says which `AdmitRequest` the request `rid` belongs to, which comes next on the same socket."""
+    return msgspec.msgpack.encode(_Ticket(rid, ticket))
+
+
+def ticket_of(data: bytes) -> tuple[str, int]:
+    """(request id, ticket) of such a message."""
+    decoded = _TICKET_OF.decode(data)
+    return decoded.rid, decoded.ticket
 
 
 def split_batch(data: bytes) -> list[bytes]:
@@ -379,4 +409,6 @@ def assert_wire_format() -> None:
     probe = encode_warmup("probe", [1, 2, 3], 1)
     if peek_tag(probe) != GENERATE or request_head(probe) != ("probe", 3):
         raise WireError(f"an encoded request reads back as {peek_tag(probe)!r} {request_head(probe)}")
+    if len(prompt_ids(probe)) != 3 * _BYTES_PER_TOKEN:
+        raise WireError(f"the 3 token ids of an encoded request read back as {prompt_ids(probe)!r}")
     reply_tags()
