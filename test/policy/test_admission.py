@@ -114,6 +114,14 @@ def test_room_that_costs_no_target() -> None:
     assert room_for(job, [Load("d", Linear(), 4, most_requests=4)], 1e9) is None
 
 
+def test_room_is_left_for_what_is_to_be_expected() -> None:
+    job, load = Job(1, 10, None, None), Load("a", Linear(), 6, 0, 0.0, tightest_tpot_ms=math.inf)
+    assert room_for(job, [load], 1e9) == 0
+    # 7 requests take 7 ms a step, three quarters of 9 are less.
+    assert room_for(job, [load], 1e9, guard_ms=9.0) is None
+    assert room_for(job, [load], 1e9, guard_ms=10.0) == 0
+
+
 def test_old_work_gets_one_place_an_engine() -> None:
     loads = [Load("a", Linear(), 5), Load("b", Linear(), 2), Load("c", Linear(), 9, most_requests=9)]
     assert aged_place(loads, [0, 0, 0]) == 1
@@ -178,9 +186,9 @@ def test_more_to_do_never_makes_an_infeasible_request_feasible(
 @settings(deadline=None)
 def test_room_never_breaks_a_promise(job: Job, loads: list[Load], spare_ms: float, first: int) -> None:
     at = room_for(job, loads, spare_ms, first)
-    if at is not None:
+    if at is not None and loads[at].requests:
         found = forecast(job, loads[at])
         assert not found.full and found.others_tpot_ms <= loads[at].tightest_tpot_ms
-    else:
+    if at is None:
         assert all(load.requests for load in loads)
     assert 1 <= retry_after_s(job, loads) <= 60

@@ -143,7 +143,7 @@ class RequestReport(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def met(self) -> tuple[bool, bool]:
-        """Has it met its (TTFT, TPOT) target? One that did not finish has met none; background work has none to miss."""
+        """Has it met its (TTFT, TPOT) target? One that did not finish has met none; background work cannot miss any."""
         if self.ended != "finished":
             return False, False
         terms = self.terms

@@ -21,6 +21,8 @@ from sglang_adapt.policy.profile import Times
 
 SAFETY = 0.9
 """Predictions have to stay below this part of a target."""
+FILL = 0.75
+"""Work without a promise may bring an engine to this part of a target, so that room is left for what comes."""
 WINDOW_MS = 2000.0
 """Over this time the share of prompts in an engine's time is reckoned."""
 _MOST_SHARE = 0.95
@@ -202,7 +204,9 @@ def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
     return min(60, max(1, math.ceil(min(waits) / 1000)))
 
 
-def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -> int | None:
+def room_for(
+    job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0, guard_ms: float = math.inf
+) -> int | None:
     """Where a request without a promise fits so that no target suffers, as an index into `loads`; None if nowhere.
 
     Args:
@@ -210,15 +214,20 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
         loads: engines that serve.
         spare_ms: prompts that may be before a feasible request that comes next.
         first: where to begin, so that engines take turns.
+        guard_ms: smallest TPOT target of requests that are to be expected.
     """
     for step in range(len(loads)):
         at = (first + step) % len(loads)
         load = loads[at]
         found = forecast(job, load)
         queued = load.times.prefill_ms(load.prefill_tokens + max(1, job.tokens - load.cached), load.cached)
-        if load.requests and queued > spare_ms:
-            continue
-        if not found.full and found.others_tpot_ms <= SAFETY * load.tightest_tpot_ms:
+        if not load.requests:
+            return at
+        if (
+            queued <= spare_ms
+            and not found.full
+            and found.others_tpot_ms <= FILL * min(guard_ms, load.tightest_tpot_ms)
+        ):
             return at
     return None
 

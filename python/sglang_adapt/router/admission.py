@@ -27,6 +27,8 @@ _REMEMBERED = 8192
 _FEW_TOKENS = 8
 """Requests with fewer output tokens say little of decode steps."""
 _FIRST_GUESS_OUTPUT = 128.0
+_EXPECTED_MS = 10_000.0
+"""A tier that has had a request in this time is expected to have another one."""
 _SPARE_OF_TTFT = 0.5
 """Work without a promise may put prompts before the next feasible request for this part of the smallest TTFT target."""
 
@@ -91,7 +93,7 @@ class Admission:
         self._clock_ms = clock_ms
         self._records: dict[str, _Record] = {}
         self._tickets: OrderedDict[int, _Ticket] = OrderedDict()
-        self._ticket_of: dict[str, int] = {}
+        self._named: dict[str, AdmitRequest] = {}
         self._held: dict[Outcome, OrderedDict[str, None]] = {
             Outcome.BEST_EFFORT: OrderedDict(),
             Outcome.BACKGROUND: OrderedDict(),
@@ -101,6 +103,7 @@ class Admission:
         self._outputs: dict[str, float] = {}
         self._prefixes: OrderedDict[bytes, str] = OrderedDict()
         self._turn = 0
+        self._seen_ms: dict[float, float] = {}
 
     @property
     def held(self) -> int:
@@ -114,10 +117,15 @@ class Admission:
     # Requests arrive.
 
     def ask(self, request: AdmitRequest, engines: Sequence[Engine]) -> AdmitAnswer:
-        """Decide about a request before it is tokenized; an admitted one has its place kept for `TICKET_MS`."""
+        """Decide about a request before it is tokenized; an admitted one has its place kept for `TICKET_MS`.
+
+        While no engine serves, as in a switch, every request is admitted, to wait for one.
+        """
         now = self._forget_tickets()
         job = self._job(request.terms, request.tokens, request.output, now - request.arrived_ms)
-        decision = self._decide(request.terms, job, self._loads(engines))
+        decision = Decision(Outcome.BEST_EFFORT)
+        if engines:
+            decision = self._decide(request.terms, job, self._loads(engines))
         if decision.outcome is Outcome.REFUSED:
             return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason)
         self._tickets[request.id] = _Ticket(request, decision, now + TICKET_MS)
@@ -125,8 +133,10 @@ class Admission:
 
     def named(self, rid: str, ticket: int) -> None:
         """The request `rid`, which comes next, was admitted by this ticket."""
-        if ticket in self._tickets:
-            self._ticket_of[rid] = ticket
+        found = self._tickets.get(ticket)
+        if found is not None:
+            found.used = True
+            self._named[rid] = found.request
 
     def offer(self, rid: str, tokens: int, ids: bytes, engines: Sequence[Engine]) -> str | None:
         """A tokenized request has come: the engine that it goes to, or None: it is held until `next_held` names it.
@@ -138,18 +148,19 @@ class Admission:
             engines: those that serve, at least one.
         """
         now = self._forget_tickets()
-        ticket = self._tickets.get(self._ticket_of.pop(rid, -1))
-        if ticket is None:
+        request = self._named.pop(rid, None)
+        if request is None:
             terms, arrived, output = request_terms(self.config), now, None
         else:
-            ticket.used = True
-            terms, arrived, output = ticket.request.terms, ticket.request.arrived_ms, ticket.request.output
+            terms, arrived, output = request.terms, request.arrived_ms, request.output
         loads = self._loads(engines, ids)
         # It has been admitted: if its place is gone by now it is late, but it is not refused any more.
         job = self._job(terms, tokens, output, now - arrived)
         decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
         record = _Record(terms, tokens, arrived, decision, output)
         self._records[rid] = record
+        if terms.tpot_ms is not None:
+            self._seen_ms[terms.tpot_ms] = now
         self._waiting[terms.tier] += 1
         if decision.outcome is Outcome.FEASIBLE:
             assert decision.engine is not None
@@ -175,7 +186,7 @@ class Admission:
                 continue
             record = self._records[next(iter(self._held[kind]))]
             job = self._job(record.terms, record.tokens, record.most_output, 0.0)
-            at = room_for(job, loads, self._spare_ms(), self._turn)
+            at = room_for(job, loads, self._spare_ms(), self._turn, self._guard_ms())
             if at is not None:
                 self._turn = (at + 1) % len(loads)
                 return self._let_go(kind, engines[at].name, aged=False)
@@ -225,7 +236,7 @@ class Admission:
 
     def ended(self, rid: str, engine: Engine | None, *, finished: bool) -> None:
         """A request has ended: finished, or aborted or failed."""
-        self._ticket_of.pop(rid, None)
+        self._named.pop(rid, None)
         record = self._records.pop(rid, None)
         if record is None:
             return
@@ -341,6 +352,12 @@ class Admission:
     def _spare_ms(self) -> float:
         targets = [tier.ttft_ms for tier in self.config.tiers if tier.ttft_ms is not None]
         return _SPARE_OF_TTFT * min(targets, default=math.inf)
+
+    def _guard_ms(self) -> float:
+        """The smallest TPOT target of late."""
+        now = self._clock_ms()
+        self._seen_ms = {target: at for target, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
+        return min(self._seen_ms, default=math.inf)
 
     def _aged_on(self, engine: Engine) -> int:
         return sum(1 for rid in engine.in_flight if (record := self._records.get(rid)) is not None and record.aged)

@@ -28,6 +28,8 @@ from sglang_adapt.kv.ledger_format import LedgerError, ledger_bytes
 from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.memory import RegionHandle, SharedMemoryError
 from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.policy.tiers import TierSettings
+from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
@@ -50,6 +52,9 @@ logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0
 """How often the router tells the front that it lives."""
 _STOP_TIMEOUT_S = 15.0
+_LET_GO_INTERVAL_S = 0.05
+_MOST_REQUESTS = 4096
+"""That an engine runs at a time, where stock bounds it by its memory only."""
 _KV_REGION = "kv"
 _LEDGER_REGION = "ledger"
 
@@ -65,6 +70,7 @@ class RouterArgs:
         control_endpoint: where the front listens for `core.messages`.
         environment: the front's environment.
         pool: the KV pool of every GPU; None for a deployment of one TP size, whose engines have their own.
+        tiers: tiers, if there are any, and how fast the engines are.
     """
 
     config: AdaptConfig
@@ -73,6 +79,7 @@ class RouterArgs:
     control_endpoint: str
     environment: dict[str, str]
     pool: PoolSettings | None = None
+    tiers: TierSettings | None = None
 
 
 def router_main(args: RouterArgs, report: Connection) -> None:
@@ -140,6 +147,7 @@ class _Process:
                 stranded=lambda: self._repair.wake(),
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
+            admission=self._make_admission(),
         )
         self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
         context = process_context(self._config.start_method)
@@ -184,16 +192,29 @@ class _Process:
             self._start_engines()
         front = make_socket(self._context, zmq.PULL, ports.scheduler_input_ipc_name, bind=False)
         inboxes = [Inbox(self._loop, front, self._router.on_front_message), self._control]
-        ticker = self._loop.create_task(self._tick())
+        tickers = [self._loop.create_task(self._tick()), self._loop.create_task(self._let_go())]
         try:
             await self._stopped
         finally:
-            ticker.cancel()
+            for ticker in tickers:
+                ticker.cancel()
             for inbox in [*inboxes, *self._outputs.values()]:
                 inbox.close()
             self._context.destroy(linger=500)
         if self._failed:
             raise SystemExit(1)
+
+    def _make_admission(self) -> Admission | None:
+        tiers = self._args.tiers
+        if tiers is None or tiers.config is None:
+            return None
+        return Admission(
+            tiers,
+            {spec.name: spec.tp for spec in self._config.candidates},
+            {tp: args.max_running_requests or _MOST_REQUESTS for tp, args in self._args.server_args.items()},
+            self._send_report,
+            lambda: time.monotonic() * 1000,
+        )
 
     def _start_engines(self) -> None:
         """Start the next wave of engines."""
@@ -436,8 +457,19 @@ class _Process:
             task = self._loop.create_task(self._answer_layout(request))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
+        elif isinstance(request, messages.AdmitRequest):
+            self._control.send(messages.encode(self._admit(request)))
+        elif isinstance(request, messages.TiersOrder):
+            if self._router.admission is not None:
+                self._router.admission.reload(request.config)
         elif self._draining is None:
             self._draining = self._loop.create_task(self._drain(request.timeout_s))
+
+    def _admit(self, request: messages.AdmitRequest) -> messages.AdmitAnswer:
+        """Whether a request will be served."""
+        if self._router.admission is None:
+            return messages.AdmitAnswer(request.id, True)
+        return self._router.admission.ask(request, self._router.serving())
 
     async def _answer_layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> None:
         status, body = await self._layout(request)
@@ -468,6 +500,12 @@ class _Process:
             return 500, {"code": "switch_failed", "message": f"{type(error).__name__}: {error}"}
         return 200, {"active": str(self._router.layout), **switch.report()}
 
+    def _send_report(self, report: messages.RequestReport) -> None:
+        try:
+            self._control.send(messages.encode(report))
+        except zmq.Again:
+            logger.warning("the front takes no messages; the report of request %s is lost", report.rid)
+
     def _send_status(self) -> None:
         if self.pools is not None:
             for spec in self._config.candidates:
@@ -481,6 +519,12 @@ class _Process:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
             self._send_status()
+
+    async def _let_go(self) -> None:
+        """What waits for room gets it as time passes, too: prompts are forgotten, and work grows old."""
+        while self._router.admission is not None:
+            await asyncio.sleep(_LET_GO_INTERVAL_S)
+            self._router.let_go()
 
     async def _drain(self, timeout_s: float) -> None:
         """Refuse new work, let what runs finish, stop the engines, end the process."""

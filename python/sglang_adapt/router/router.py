@@ -12,6 +12,7 @@ import zmq
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.core.messages import EngineStatus, RouterStatus
 from sglang_adapt.policy.dispatch import LeastLoaded
+from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.journal import Entry
@@ -58,9 +59,12 @@ class Router:
         layout: that serves.
         outlets: where messages go.
         deaths_limit: a request ends with a 503 when more engines have died while they ran it.
+        admission: decides by tiers where requests go and when; None: each at once to the engine with the least load.
     """
 
-    def __init__(self, layout: Layout, outlets: Outlets, deaths_limit: int = 2) -> None:
+    def __init__(
+        self, layout: Layout, outlets: Outlets, deaths_limit: int = 2, admission: Admission | None = None
+    ) -> None:
         self.layout = layout
         self.engines: dict[str, Engine] = {}
         self.accepting = True
@@ -77,6 +81,8 @@ class Router:
         self._kept: dict[str, Engine] = {}
         self._paused = False
         self._queue: dict[str, tuple[int, bytes]] = {}
+        self.admission = admission
+        self._held: dict[str, tuple[int, bytes]] = {}
         self._waiters: list[tuple[set[str], asyncio.Future[None]]] = []
         self._out = outlets
         self._control = ControlFanOut(
@@ -92,11 +98,25 @@ class Router:
             wire.BATCH_EMBED: self._on_batch,
             wire.ABORT: self._on_abort,
         }
+        if admission is not None:
+            self._from_front[wire.TICKET] = lambda data: admission.named(*wire.ticket_of(data))
 
     @property
     def in_flight(self) -> int:
         """Requests accepted and not ended."""
-        return len(self._where) + len(self._queue)
+        return len(self._where) + len(self._queue) + len(self._held)
+
+    def serving(self) -> list[Engine]:
+        """The engines that get requests now."""
+        return [engine for name, engine in self.engines.items() if name in self._dispatch]
+
+    def let_go(self) -> None:
+        """Send requests that wait for room to the engines that have it now."""
+        if self.admission is None or not self._held:
+            return
+        while (found := self.admission.next_held(self.serving())) is not None:
+            rid, name = found
+            self._place(rid, *self._held.pop(rid), name)
 
     def status(self) -> RouterStatus:
         return RouterStatus(
@@ -131,6 +151,7 @@ class Router:
             self._send(engine, request)
         self._out.ready(engine)
         self._out.changed()
+        self.let_go()
 
     def engine_lost(self, engine: Engine, state: EngineState, why: str) -> None:
         """An engine is gone: nothing more is sent to it, and its requests are stranded."""
@@ -141,6 +162,7 @@ class Router:
         self.strand(engine, list(engine.in_flight), why)
         if not any(self.engines[name].state in _MAY_SERVE for name in self._active):
             self.fail(self.stranded, list(self.stranded.in_flight), f"no engine is left to go on: {why}")
+            self._fail_held(f"no engine is left: {why}")
         self._out.changed()
 
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
@@ -188,8 +210,21 @@ class Router:
             for rid in self.fail(engine, list(engine.in_flight), why):
                 self._send(engine, wire.encode_abort(rid))
         for rid in self._queue:
+            if self.admission is not None:
+                self.admission.ended(rid, None, finished=False)
             self._out.tokenizer(wire.encode_unavailable(rid, why))
         self._queue.clear()
+        self._fail_held(why)
+
+    def _fail_held(self, why: str) -> None:
+        for rid in list(self._held):
+            self._drop_held(rid)
+            self._out.tokenizer(wire.encode_unavailable(rid, why))
+
+    def _drop_held(self, rid: str) -> None:
+        assert self.admission is not None
+        del self._held[rid]
+        self.admission.ended(rid, None, finished=False)
 
     def fail(self, engine: Engine, rids: Iterable[str], why: str) -> list[str]:
         """End requests of an engine with a 503 that says why; returns those that were there."""
@@ -224,7 +259,8 @@ class Router:
             self._on_abort(wire.encode_abort(rid))
         queue, self._queue = self._queue, {}
         for rid, (tokens, data) in queue.items():
-            self._place(rid, tokens, data)
+            self._enter(rid, tokens, data)
+        self.let_go()
         self._out.changed()
 
     def detach(self, engine: Engine, rids: Iterable[str]) -> None:
@@ -313,18 +349,34 @@ class Router:
         if not self.accepting:
             self._out.tokenizer(wire.encode_unavailable(rid, "the server is shutting down"))
             return
-        self._place(rid, tokens, data)
+        self._enter(rid, tokens, data)
 
-    def _place(self, rid: str, tokens: int, data: bytes) -> None:
-        """Send a request to the engine with the least load; while a switch has paused all, it waits."""
+    def _enter(self, rid: str, tokens: int, data: bytes) -> None:
+        """A request of a client: where its tier's targets say, now or when there is room."""
+        engines = self.serving()
+        if self.admission is None or not engines or rid.startswith(wire.HEALTH_RID_PREFIX):
+            self._place(rid, tokens, data)
+            return
+        name = self.admission.offer(rid, tokens, wire.prompt_ids(data), engines)
+        if name is not None:
+            self._place(rid, tokens, data, name)
+            return
+        self._held[rid] = (tokens, data)
+        self.let_go()
+
+    def _place(self, rid: str, tokens: int, data: bytes, wanted: str | None = None) -> None:
+        """Send a request to `wanted`, or the engine with the least load; while a switch has paused all, it waits."""
         while True:
-            name = self._dispatch.least()
+            name = wanted if wanted is not None and wanted in self._dispatch else self._dispatch.least()
+            wanted = None
             if name is None and self._paused:
                 self._queue[rid] = (tokens, data)
                 return
             if name is None:
                 why = f"no engine of layout {self.layout} is up; one is being restarted, so try again shortly"
                 self._out.tokenizer(wire.encode_unavailable(rid, why))
+                if self.admission is not None:
+                    self.admission.ended(rid, None, finished=False)
                 return
             engine = self.engines[name]
             if self._send(engine, data):
@@ -336,6 +388,8 @@ class Router:
         engine.in_flight[rid] = tokens
         self._where[rid] = engine
         self.journal.setdefault(rid, Entry(data, tokens))
+        if self.admission is not None:
+            self.admission.placed(rid, name, wire.prompt_ids(data))
 
     def _on_batch(self, data: bytes) -> None:
         for request in wire.split_batch(data):
@@ -346,6 +400,11 @@ class Router:
         engine = None if abort_all else self._where.get(rid)
         for waiting in [one for one in self._queue if abort_all or one.startswith(rid)]:
             del self._queue[waiting]
+            if self.admission is not None:
+                self.admission.ended(waiting, None, finished=False)
+            self._out.tokenizer(wire.encode_abort(waiting))
+        for waiting in [one for one in self._held if abort_all or one.startswith(rid)]:
+            self._drop_held(waiting)
             self._out.tokenizer(wire.encode_abort(waiting))
         # Stock aborts by prefix, so an id that is not known here may name several requests anywhere.
         targets = [engine] if engine is not None else [holder for holder in self._holders() if holder.in_flight]
@@ -389,11 +448,16 @@ class Router:
                 self.engine_ready(engine)
             return
         for output in outputs:
+            if self.admission is not None:
+                self.admission.output(output.rid, output.total, engine)
+                if output.finished:
+                    self.admission.ended(output.rid, engine, finished=True)
             if output.finished:
                 self._end(engine, output.rid)
             elif (entry := self.journal.get(output.rid)) is not None:
                 entry.append(output.decoded, output.total)
         self._out.outputs(data)
+        self.let_go()
 
     def _end(self, engine: Engine, rid: str) -> None:
         if rid in self.moving.in_flight:
@@ -403,6 +467,8 @@ class Router:
         if tokens is not None:
             del self._where[rid]
             del self.journal[rid]
+            if self.admission is not None:
+                self.admission.ended(rid, None, finished=False)
             self._dispatch.release(engine.name, tokens)
             if self._waiters:
                 self._tell_waiters([rid])

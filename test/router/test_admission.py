@@ -1,0 +1,260 @@
+"""Requests with tiers in the router: who goes where, who waits, who is refused, and what is told in the end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router_fakes import World
+from sglang.srt.managers.io_struct import AbortReq
+
+from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.core.messages import AdmitRequest, RequestReport
+from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
+from sglang_adapt.core.slo import SloConfig, Terms, Tier, WhenInfeasible, request_terms
+from sglang_adapt.policy.tiers import TierSettings
+from sglang_adapt.router.admission import TICKET_MS, Admission
+from sglang_adapt.upstream import wire
+
+CONFIG = SloConfig(
+    (
+        Tier("strict", 100.0, 10.0),
+        Tier("picky", 100.0, 10.0, when_infeasible=WhenInfeasible.REJECT, queue_limit=5),
+        Tier("night", background=True),
+    ),
+    "strict",
+    background_wait_s=30.0,
+)
+KEY = ProfileKey("m", "float32", "g", "0.5.17", "2.11.0", "torch_native")
+# A token of a prompt takes 1 ms, a step 1 ms a request (and never less than 2).
+PROFILE = Profile(
+    KEY,
+    tuple(
+        TpProfile(
+            tp,
+            (PrefillPoint(1, 0, 1.0), PrefillPoint(1000, 0, 1000.0)),
+            (DecodePoint(1, 1, 2.0), DecodePoint(2, 1, 2.0), DecodePoint(100, 1, 100.0), DecodePoint(1, 10**6, 2.0)),
+        )
+        for tp in (1, 2)
+    ),
+)
+
+
+class Tiered(World):
+    """A world with tiers and a clock that the test sets."""
+
+    def __init__(self, layout: str = "tp1@0,tp1@1") -> None:
+        self.now = 1000.0
+        self.reports: list[RequestReport] = []
+        settings = TierSettings(CONFIG, "test", KEY, (1, 2), 2, PROFILE, ())
+        self.admission = Admission(
+            settings,
+            {"tp1@0": 1, "tp1@1": 1, "tp2@0-1": 2},
+            {1: 16, 2: 16},
+            self.reports.append,
+            lambda: self.now,
+        )
+        super().__init__(layout, self.admission)
+        self._tickets = 0
+        self.warm()
+        for received in self.received.values():
+            received.clear()
+
+    def ask(self, tier: str, tokens: int = 8) -> tuple[int, bool, int]:
+        """(ticket, admitted, retry after) of a request that has just arrived."""
+        self._tickets += 1
+        terms = request_terms(CONFIG, tier)
+        request = AdmitRequest(self._tickets, terms, tokens, 4, self.now)
+        answer = self.admission.ask(request, self.router.serving())
+        return request.id, answer.admitted, answer.retry_after_s
+
+    def arrive(self, rid: str, tier: str, tokens: int = 8) -> bool:
+        ticket, admitted, _ = self.ask(tier, tokens)
+        if admitted:
+            self.router.on_front_message(wire.encode_ticket(rid, ticket))
+            self.request(rid, tokens)
+        return admitted
+
+    def placed(self) -> dict[str, list[str]]:
+        return {name: self.seen(name) for name in self.received if self.received[name]}
+
+
+def test_feasible_requests_go_to_the_least_load() -> None:
+    world = Tiered()
+    for number in range(4):
+        assert world.arrive(f"r{number}", "strict", tokens=20)
+    assert world.placed() == {"tp1@0": ["r0", "r2"], "tp1@1": ["r1", "r3"]}
+    world.check()
+
+
+def test_infeasible_requests_wait_until_there_is_room_and_feasible_ones_pass_them() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    world.arrive("late", "strict", tokens=45)
+    world.arrive("short", "strict", tokens=2)
+    assert world.placed() == {"tp2@0-1": ["long", "short"]}
+    assert world.router.in_flight == 3
+    world.now += 82
+    world.tokens("tp2@0-1", "long", [7], 1)
+    world.tokens("tp2@0-1", "short", [7], 1)
+    world.now += 5000
+    world.router.let_go()
+    assert world.placed() == {"tp2@0-1": ["long", "short", "late"]}
+    world.check()
+    world.finish("tp2@0-1", "long", "short", "late")
+    assert {report.rid: report.outcome for report in world.reports} == {
+        "long": "feasible",
+        "short": "feasible",
+        "late": "best_effort",
+    }
+    world.check()
+
+
+def test_a_tier_that_would_rather_not_wait_is_refused_before_it_is_tokenized() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    _, admitted, retry_after_s = world.ask("picky", 60)
+    assert (admitted, retry_after_s) == (False, 1)
+    world.finish("tp2@0-1", "long")
+    world.now += 5000
+    assert world.ask("picky", 60)[1]
+
+
+def test_a_place_is_kept_for_an_admitted_request_for_a_time() -> None:
+    world = Tiered("tp2@0-1")
+    assert world.ask("picky", 50)[1]
+    assert not world.ask("picky", 50)[1]
+    world.now += TICKET_MS + 1
+    assert world.ask("picky", 50)[1]
+
+
+def test_a_queue_is_bounded() -> None:
+    world = Tiered()
+    assert [world.ask("picky", 1)[1] for _ in range(6)] == [True] * 5 + [False]
+
+
+def test_background_work_fills_what_is_left() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("s", "strict", tokens=2)
+    for number in range(12):
+        world.arrive(f"n{number}", "night", tokens=2)
+    sent = world.seen("tp2@0-1")
+    # With 7 requests a step takes 7 ms, three quarters of the target are 7.5.
+    assert 3 <= len(sent) <= 7 and sent[0] == "s"
+    assert world.admission.held == 13 - len(sent)
+    world.check()
+    world.now += 20_000
+    world.finish("tp2@0-1", *sent)
+    # Nothing with a target of late: background work has the engine to itself.
+    assert world.admission.held == 0
+    world.check()
+
+
+def test_nothing_waits_for_ever() -> None:
+    """Feasible requests keep the engine full; old work gets in one by one all the same."""
+    world = Tiered("tp2@0-1")
+    running = [f"s{number}" for number in range(7)]
+    for rid in running:
+        assert world.arrive(rid, "strict", tokens=1)
+    world.arrive("n0", "night", tokens=50)
+    world.arrive("n1", "night", tokens=50)
+    for rid in running:
+        world.tokens("tp2@0-1", rid, [7], 1)
+    for _ in range(29):
+        world.now += 1000
+        world.arrive(f"more{world.now}", "strict", tokens=1)
+        world.router.let_go()
+    assert not {"n0", "n1"} & set(world.seen("tp2@0-1"))
+    world.now += 1500
+    world.router.let_go()
+    assert "n0" in world.seen("tp2@0-1") and "n1" not in world.seen("tp2@0-1")
+    world.finish("tp2@0-1", "n0")
+    assert "n1" in world.seen("tp2@0-1")
+    world.check()
+
+
+def test_aborts_and_death_reach_what_waits() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    world.arrive("late1", "strict", tokens=60)
+    world.arrive("late2", "strict", tokens=60)
+    world.send(AbortReq(rid="late1"))
+    assert [message.rid for message in world.tokenizer] == ["late1"]
+    world.router.fail_all("the end")
+    assert {message.rid for message in world.tokenizer} == {"late1", "long", "late2"}
+    assert {report.ended for report in world.reports} == {"stopped"}
+    assert world.router.in_flight == 0
+    world.check()
+
+
+def test_a_switch_of_layout_keeps_what_waits() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    world.arrive("late", "strict", tokens=45)
+    world.router.pause(["tp2@0-1"])
+    world.arrive("new", "strict", tokens=1)
+    world.router.activate(parse_layout("tp1@0,tp1@1", (1, 2), 2))
+    assert {rid for name in ("tp1@0", "tp1@1") for rid in world.seen(name)} == {"late", "new"}
+    world.check()
+
+
+def test_report_has_times_and_forecasts() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("r", "strict", tokens=20)
+    world.now += 30
+    world.tokens("tp2@0-1", "r", [7], 1)
+    world.now += 40
+    world.tokens("tp2@0-1", "r", [7] * 10, 11)
+    world.finish("tp2@0-1", "r")
+    (report,) = world.reports
+    assert (report.ttft_ms, report.tpot_ms, report.queue_ms) == (30.0, 4.0, 0.0)
+    assert report.forecast_ttft_ms == pytest.approx(20.0) and report.met == (True, True)
+    assert (report.terms, report.output_tokens, report.ended) == (Terms("strict", 100.0, 10.0), 11, "finished")
+
+
+def test_what_is_seen_corrects_what_is_predicted() -> None:
+    world = Tiered("tp2@0-1")
+    for number in range(60):
+        world.arrive(f"r{number}", "strict", tokens=20)
+        world.now += 40
+        world.tokens("tp2@0-1", f"r{number}", [7], 1)
+        world.now += 40
+        world.tokens("tp2@0-1", f"r{number}", [7] * 10, 11)
+        world.finish("tp2@0-1", f"r{number}")
+        world.now += 10_000
+    assert world.admission.corrections[2].prefill == pytest.approx(2.0, rel=0.1)
+    assert world.admission.corrections[2].decode == pytest.approx(2.0, rel=0.25)
+    assert world.admission.corrections[1].prefill == 1.0
+
+
+def test_other_tiers_from_now_on() -> None:
+    world = Tiered()
+    world.arrive("old", "picky")
+    world.admission.reload(SloConfig((Tier("only", 50.0, 5.0),), "only"))
+    world.request("new")
+    world.finish("tp1@0", "old")
+    world.finish("tp1@1", "new")
+    assert [report.terms.tier for report in world.reports] == ["picky", "only"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["strict", "picky", "night"]), st.integers(1, 120), st.integers(0, 80))))
+@settings(deadline=None, max_examples=40)
+def test_every_request_ends_once_whatever_comes(arrivals: list[tuple[str, int, int]]) -> None:
+    world = Tiered()
+    accepted = []
+    for number, (tier, tokens, pause) in enumerate(arrivals):
+        if world.arrive(f"r{number}", tier, tokens):
+            accepted.append(f"r{number}")
+        world.now += pause
+        for name in ("tp1@0", "tp1@1"):
+            there = list(world.engine(name).in_flight)
+            if there and number % 3 == 0:
+                world.finish(name, there[0])
+        world.check()
+    for _ in range(len(accepted) + 1):
+        for name in ("tp1@0", "tp1@1"):
+            world.finish(name, *world.engine(name).in_flight)
+        world.now += 10_000
+        world.router.let_go()
+    assert sorted(report.rid for report in world.reports) == sorted(accepted)
+    assert world.router.in_flight == 0
