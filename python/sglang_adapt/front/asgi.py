@@ -3,6 +3,7 @@
 - `/health`: liveness, without generating; `/ready`: 200 only when new work is admitted; `/adapt/engines`: the
   engines' states. `/health_generate` stays stock's, which generates a token.
 - Work is refused with a 503 before it is read when the server drains or no engine is up.
+- With tiers, `gate.py` decides about requests that generate, before they are tokenized.
 - Every 503 carries Retry-After, stock's too.
 - SIGTERM and Ctrl-C drain: no new work, what runs finishes, the engines stop, then the HTTP server ends.
 """
@@ -19,7 +20,9 @@ from typing import Any, Protocol
 
 from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal, error_body
+from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.upstream.tickets import ticket
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,20 @@ STOP_GRACE_S = 20.0
 
 _WORK_PREFIXES = ("/v1/", "/api/")
 _WORK_PATHS = frozenset(("/generate", "/encode", "/classify", "/invocations", "/vertex_generate", "/rerank", "/score"))
+_GENERATING = frozenset(
+    (
+        "/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/generate",
+        "/api/chat",
+        "/invocations",
+        "/vertex_generate",
+    )
+)
+"""Work that has a first token and later ones, and so can have targets."""
 _NOT_WORK = frozenset(("/v1/models", "/v1/loads", "/v1/tokenize", "/v1/detokenize"))
 
 
@@ -51,6 +68,9 @@ class AdaptLayer:
         drain_timeout_s: how long running requests may take once the server drains.
         router: returns the router's process.
         start_receiving: makes the tokenizer manager receive (and take over signals, which are then taken back).
+        gate: decides about requests by their tiers; None without tiers.
+        reload: reads the tiers again, upon SIGHUP.
+        on_refused: told of each request that the gate has refused.
     """
 
     def __init__(
@@ -60,12 +80,19 @@ class AdaptLayer:
         drain_timeout_s: float,
         router: Callable[[], RouterProcess],
         start_receiving: Callable[[], None],
+        gate: Gate | None = None,
+        reload: Callable[[], Awaitable[Any]] | None = None,
+        on_refused: Callable[[Refusal], None] = lambda refusal: None,
     ) -> None:
         self._app = app
         self._link = link
         self._drain_timeout_s = drain_timeout_s
         self._router = router
         self._start_receiving = start_receiving
+        self._gate = gate
+        self._reload = reload
+        self._reloads: set[asyncio.Future[Any]] = set()
+        self._on_refused = on_refused
         self._working = 0
         self._draining: asyncio.Task[None] | None = None
         self._stop_server: Callable[..., Any] | None = None
@@ -97,6 +124,14 @@ class AdaptLayer:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._start_drain)
+        if self._reload is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._start_reload)
+
+    def _start_reload(self) -> None:
+        assert self._reload is not None
+        task = asyncio.ensure_future(self._reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
 
     def _start_drain(self) -> None:
         if self._draining is None:
@@ -150,9 +185,30 @@ class AdaptLayer:
             return
         self._working += 1
         try:
-            await self._app(scope, receive, _with_retry_after(send))
+            if self._gate is None or path not in _GENERATING:
+                await self._app(scope, receive, _with_retry_after(send))
+            else:
+                await self._through_gate(self._gate, path, scope, receive, send)
         finally:
             self._working -= 1
+
+    async def _through_gate(self, gate: Gate, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        read: list[MutableMapping[str, Any]] = []
+        while not read or read[-1].get("more_body", False):
+            read.append(await receive())
+        body = b"".join(message.get("body", b"") for message in read)
+        decided = await gate.enter(scope["headers"], body)
+        if not isinstance(decided, Admitted):
+            self._on_refused(decided)
+            await _refuse(send, decided, openai=path.startswith("/v1/"))
+            return
+        messages = iter(read)
+
+        async def again() -> MutableMapping[str, Any]:
+            return next(messages, None) or await receive()
+
+        with ticket(decided.ticket):
+            await self._app(scope, again, _with_tier(_with_retry_after(send), decided.terms.tier))
 
     def _refusal(self) -> Refusal | None:
         """Why new work is not admitted now, or None."""
@@ -210,15 +266,26 @@ async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
 
 
 async def _refuse(send: Send, refusal: Refusal, openai: bool) -> None:
-    await _respond(send, refusal.status, error_body(refusal, openai))
+    await _respond(send, refusal.status, error_body(refusal, openai), refusal.retry_after_s)
 
 
-async def _respond(send: Send, status: int, body: bytes) -> None:
+async def _respond(send: Send, status: int, body: bytes, retry_after_s: int | None = None) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 503:
-        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    if status == 503 or retry_after_s is not None:
+        headers.append((b"retry-after", str(retry_after_s or RETRY_AFTER_S).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _with_tier(send: Send, tier: str) -> Send:
+    """Says in a header which tier was used."""
+
+    async def wrapped(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"x-adapt-tier", tier.encode())]}
+        await send(message)
+
+    return wrapped
 
 
 def _with_retry_after(send: Send) -> Send:

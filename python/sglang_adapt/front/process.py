@@ -20,10 +20,12 @@ from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.front.address import AddressError, check_address
 from sglang_adapt.front.asgi import AdaptLayer
+from sglang_adapt.front.gate import Gate
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
 from sglang_adapt.front.settings import SettingsError, make_settings
+from sglang_adapt.front.slo_api import SloApi
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_lines
 
 logger = logging.getLogger(__name__)
@@ -86,9 +88,17 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         logger.info("memory: not planned: %s", settings.memory)
     control = f"ipc://{Path(run_dir) / 'control'}"
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
-    launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool)
+    launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool, settings.tiers)
     link = RouterLink(control)
     args = settings.server_args[config.tp_sizes[0]]
+    tiers = settings.tiers
+    gate = None if tiers.config is None else Gate(tiers, link)
+    slo = SloApi(tiers, gate, link.set_tiers, has_key=bool(args.api_key or args.admin_api_key))
+    if tiers.config is not None:
+        # Until there is a handler.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        logger.info("tiers (%s): %s", tiers.source, ", ".join(tier.name for tier in tiers.config.tiers))
+        logger.info("speed: %s", tiers.speed_source)
     try:
         upstream.serve(
             args,
@@ -99,9 +109,11 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "drain_timeout_s": config.drain_timeout_s,
                 "router": lambda: launcher.process,
                 "start_receiving": upstream.start_receiving,
+                "gate": gate,
+                "reload": None if gate is None else slo.reload,
             },
             lambda args: _warm_up(args, link),
-            LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes,
+            LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes | slo.routes,
         )
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -49,8 +49,8 @@ class Settings:
     config: AdaptConfig
     server_args: dict[int, Any]
     memory: MemoryPlan | str
-    pool: PoolSettings | None = None
-    tiers: TierSettings | None = None
+    pool: PoolSettings | None
+    tiers: TierSettings
 
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.request_checks import REQUEST_CHECKS
 from sglang_adapt.upstream.shared_files import ReadLoadsOfAllSlots
+from sglang_adapt.upstream.tickets import TICKETS
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ FRONT_PATCHES: tuple[type[Patch], ...] = (
     ReadLoadsOfAllSlots,
     *REQUEST_CHECKS,
     *FRONT_CONTAINMENT,
+    *TICKETS,
 )
 
 
