@@ -70,7 +70,6 @@ class AdaptLayer:
         start_receiving: makes the tokenizer manager receive (and take over signals, which are then taken back).
         gate: decides about requests by their tiers; None without tiers.
         reload: reads the tiers again, upon SIGHUP.
-        on_refused: told of each request that the gate has refused.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class AdaptLayer:
         start_receiving: Callable[[], None],
         gate: Gate | None = None,
         reload: Callable[[], Awaitable[Any]] | None = None,
-        on_refused: Callable[[Refusal], None] = lambda refusal: None,
     ) -> None:
         self._app = app
         self._link = link
@@ -92,7 +90,6 @@ class AdaptLayer:
         self._gate = gate
         self._reload = reload
         self._reloads: set[asyncio.Future[Any]] = set()
-        self._on_refused = on_refused
         self._working = 0
         self._draining: asyncio.Task[None] | None = None
         self._stop_server: Callable[..., Any] | None = None
@@ -199,7 +196,6 @@ class AdaptLayer:
         body = b"".join(message.get("body", b"") for message in read)
         decided = await gate.enter(scope["headers"], body)
         if not isinstance(decided, Admitted):
-            self._on_refused(decided)
             await _refuse(send, decided, openai=path.startswith("/v1/"))
             return
         messages = iter(read)

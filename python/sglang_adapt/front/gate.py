@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,14 +79,18 @@ class Gate:
     Args:
         settings: tiers, which there are, and speed.
         router: that decides.
+        on_refused: told the terms of each request that is refused for want of room.
     """
 
-    def __init__(self, settings: TierSettings, router: AsksRouter) -> None:
+    def __init__(
+        self, settings: TierSettings, router: AsksRouter, on_refused: Callable[[Terms], None] = lambda terms: None
+    ) -> None:
         if settings.config is None:
             raise ValueError("there are no tiers to admit by")
         self._settings = settings
         self.config: SloConfig = settings.config
         self._router = router
+        self._on_refused = on_refused
         self._ids = itertools.count(1)
         self._closed: dict[Terms, tuple[float, int, Refusal]] = {}
 
@@ -131,6 +135,7 @@ class Gate:
         tokens = prompt_tokens(body)
         closed = self._closed.get(terms)
         if closed is not None and arrived_ms < closed[0] and tokens >= closed[1]:
+            self._on_refused(terms)
             return closed[2]
         request = AdmitRequest(next(self._ids), terms, tokens, _most_output(fields), arrived_ms)
         try:
@@ -139,6 +144,7 @@ class Gate:
             return Refusal(503, "no_engine", "the router does not answer; the server is starting or broken")
         if answer.admitted:
             return Admitted(request.id, terms)
+        self._on_refused(terms)
         refusal = Refusal(
             429,
             "tier_capacity_exhausted",

@@ -44,6 +44,7 @@ class Settings:
         memory: what goes where in memory, or why that is not known before it is loaded.
         pool: the KV pool of every GPU; None with one TP size, whose engines have pools of their own, as stock.
         tiers: tiers, if there are any, and how fast the engines are.
+        request_log: file of a line for each request with a tier; None for none.
     """
 
     config: AdaptConfig
@@ -51,6 +52,7 @@ class Settings:
     memory: MemoryPlan | str
     pool: PoolSettings | None
     tiers: TierSettings
+    request_log: Path | None = None
 
 
 def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +133,13 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         "from the sizes of model and GPU, and corrected as requests run)",
     )
     group.add_argument(
+        "--adapt-request-log",
+        metavar="FILE",
+        type=Path,
+        help="with tiers: a file to which a JSON object is added for each request that has ended: tier, outcome, "
+        "times, forecasts",
+    )
+    group.add_argument(
         "--adapt-overheads-file",
         metavar="FILE",
         type=Path,
@@ -162,6 +171,8 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise SettingsError(f"--{name.replace('_', '-')} {value} is negative")
         if not math.isfinite(value):
             raise SettingsError(f"--{name.replace('_', '-')} {value} is not a number of seconds; give a finite one")
+    if ours.adapt_request_log is not None and ours.adapt_slo_config is None:
+        raise SettingsError("--adapt-request-log tells how tiers fare; give --adapt-slo-config as well")
     gpus = ours.adapt_virtual_gpus
     if gpus is not None and not 1 <= gpus <= VIRTUAL_GPUS_MAX:
         raise SettingsError(
@@ -253,7 +264,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         tiers = make_tier_settings(ours.adapt_slo_config, ours.adapt_profile, server_args, gpus, virtual)
     except TiersError as error:
         raise SettingsError(str(error)) from None
-    return Settings(config, server_args, memory, pool, tiers)
+    return Settings(config, server_args, memory, pool, tiers, ours.adapt_request_log)
 
 
 def _plan_memory(
