@@ -101,12 +101,7 @@ def test_a_refusal_holds_for_a_moment_for_the_same_terms_and_not_for_others() ->
         async def ask(tier: bytes, size: int) -> Any:
             return await gate.enter([(b"x-adapt-tier", tier)], b" " * size)
 
-        return [
-            await ask(b"strict", 400),
-            await ask(b"strict", 400),
-            await ask(b"strict", 40),
-            await ask(b"loose", 400),
-        ]
+        return [await ask(tier, size) for tier, size in asked]
 
     first, second, smaller, other = asyncio.run(run())
     assert (first.status, first.code, first.retry_after_s) == (429, "tier_capacity_exhausted", 7)

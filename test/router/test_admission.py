@@ -227,6 +227,25 @@ def test_what_is_seen_corrects_what_is_predicted() -> None:
     assert world.admission.corrections[1].prefill == 1.0
 
 
+def test_a_slow_spell_is_forgotten() -> None:
+    """After it nothing is feasible, but what runs without a promise shows that the engine is fast again."""
+    world = Tiered("tp2@0-1")
+
+    def run(rid: str, ttft_ms: float, tpot_ms: float) -> str:
+        world.arrive(rid, "strict", tokens=20)
+        world.router.let_go()
+        world.now += ttft_ms
+        world.tokens("tp2@0-1", rid, [7], 1)
+        world.now += 10 * tpot_ms
+        world.tokens("tp2@0-1", rid, [7] * 10, 11)
+        world.finish("tp2@0-1", rid)
+        world.now += 10_000
+        return world.reports[-1].outcome
+
+    assert [run(f"slow{n}", 4000, 300) for n in range(40)][-1] == "best_effort"
+    assert [run(f"fast{n}", 20, 2) for n in range(60)][-1] == "feasible"
+
+
 def test_other_tiers_from_now_on() -> None:
     world = Tiered()
     world.arrive("old", "picky")

@@ -201,21 +201,25 @@ class Admission:
 
     # Requests run.
 
-    def placed(self, rid: str, engine: str, ids: bytes) -> None:
-        """A request was sent to an engine."""
+    def placed(self, rid: str, engine: Engine, ids: bytes) -> None:
+        """A request was sent to an engine, which has it in flight now."""
         record = self._records.get(rid)
         if record is None:
             return
         now = self._clock_ms()
         if record.sent_ms is None:
             record.sent_ms = now
-        record.engine = engine
-        cached = self._cached(engine, ids)
-        own = self._of(engine).prefill_ms(max(1, record.tokens - cached), cached)
-        record.sent_forecast_ms = (record.decision.ttft_ms or 0.0) - (now - record.arrived_ms)
-        self._prefill[engine] = (self._prefill_ms(engine, now) + own, now)
+        name = record.engine = engine.name
+        load = self._loads([engine], ids)[0]
+        cached, times = load.cached, load.times
+        # Of itself, the load has one request and its prompt.
+        record.sent_forecast_ms = times.decode_ms(load.requests - 1, load.context - record.tokens) + times.prefill_ms(
+            max(1, load.prefill_tokens - cached), cached
+        )
+        own = times.prefill_ms(max(1, record.tokens - cached), cached)
+        self._prefill[name] = (self._prefill_ms(name, now) + own, now)
         for key in _keys(ids):
-            self._prefixes[key] = engine
+            self._prefixes[key] = name
             self._prefixes.move_to_end(key)
         while len(self._prefixes) > _REMEMBERED:
             self._prefixes.popitem(last=False)
@@ -230,7 +234,7 @@ class Admission:
             record.first_ms = now
             self._waiting[record.terms.tier] -= 1
             record.first_step_ms = self._step_ms(engine)
-            if record.decision.outcome is Outcome.FEASIBLE and record.sent_ms is not None:
+            if record.sent_ms is not None:
                 self._learn(engine.name, "prefill", record.sent_forecast_ms, now - record.sent_ms)
         record.output, record.last_ms, record.engine = total, now, engine.name
 

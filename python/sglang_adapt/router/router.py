@@ -389,7 +389,7 @@ class Router:
         self._where[rid] = engine
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
-            self.admission.placed(rid, name, wire.prompt_ids(data))
+            self.admission.placed(rid, engine, wire.prompt_ids(data))
 
     def _on_batch(self, data: bytes) -> None:
         for request in wire.split_batch(data):
