@@ -232,7 +232,7 @@ def test_a_slow_spell_is_forgotten() -> None:
     world = Tiered("tp2@0-1")
 
     def run(rid: str, ttft_ms: float, tpot_ms: float) -> str:
-        world.arrive(rid, "strict", tokens=20)
+        world.arrive(rid, "strict", tokens=25)
         world.router.let_go()
         world.now += ttft_ms
         world.tokens("tp2@0-1", rid, [7], 1)
@@ -243,7 +243,7 @@ def test_a_slow_spell_is_forgotten() -> None:
         return world.reports[-1].outcome
 
     assert [run(f"slow{n}", 4000, 300) for n in range(40)][-1] == "best_effort"
-    assert [run(f"fast{n}", 20, 2) for n in range(60)][-1] == "feasible"
+    assert [run(f"fast{n}", 25, 2) for n in range(60)][-1] == "feasible"
 
 
 def test_other_tiers_from_now_on() -> None:
