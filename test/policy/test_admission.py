@@ -115,11 +115,20 @@ def test_room_that_costs_no_target() -> None:
 
 
 def test_room_is_left_for_what_is_to_be_expected() -> None:
-    job, load = Job(1, 10, None, None), Load("a", Linear(), 6, 0, 0.0, tightest_tpot_ms=math.inf)
-    assert room_for(job, [load], 1e9) == 0
+    job = Job(1, 10, None, None)
+
+    def load(guard_ms: float) -> Load:
+        return Load("a", Linear(), 6, guard_ms=guard_ms)
+
+    assert room_for(job, [load(math.inf)], 1e9) == 0
     # 7 requests take 7 ms a step, three quarters of 9 are less.
-    assert room_for(job, [load], 1e9, guard_ms=9.0) is None
-    assert room_for(job, [load], 1e9, guard_ms=10.0) == 0
+    assert room_for(job, [load(9.0)], 1e9) is None
+    assert room_for(job, [load(10.0)], 1e9) == 0
+    # The same for what has a looser target, but not for what is expected itself.
+    loose, strict = Job(1, 1, 1000.0, 50.0), Job(1, 1, 1000.0, 9.0)
+    assert admit(loose, [load(9.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.BEST_EFFORT
+    assert admit(loose, [load(10.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.FEASIBLE
+    assert admit(strict, [load(9.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.FEASIBLE
 
 
 def test_old_work_gets_one_place_an_engine() -> None:

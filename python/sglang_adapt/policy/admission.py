@@ -22,7 +22,7 @@ from sglang_adapt.policy.profile import Times
 SAFETY = 0.9
 """Predictions have to stay below this part of a target."""
 FILL = 0.75
-"""Work without a promise may bring an engine to this part of a target, so that room is left for what comes."""
+"""Work without a promise, or with a looser one, may bring an engine to this part of a target that is to be expected."""
 WINDOW_MS = 2000.0
 """Over this time the share of prompts in an engine's time is reckoned."""
 _MOST_SHARE = 0.95
@@ -62,6 +62,7 @@ class Load:
         prefill_ms: prompts of the last time, decayed over `WINDOW_MS`.
         most_requests: that it runs at a time.
         cached: tokens of the job's prompt that it is believed to have cached.
+        guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
     """
 
     engine: str
@@ -73,6 +74,7 @@ class Load:
     prefill_ms: float = 0.0
     most_requests: int = 1 << 30
     cached: int = 0
+    guard_ms: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
         and seen.ttft_ms <= SAFETY * job.ttft_ms
         and seen.tpot_ms <= SAFETY * job.tpot_ms
         and seen.others_tpot_ms <= SAFETY * load.tightest_tpot_ms
+        and (job.tpot_ms <= load.guard_ms or seen.others_tpot_ms <= FILL * load.guard_ms)
     )
 
 
@@ -204,9 +207,7 @@ def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
     return min(60, max(1, math.ceil(min(waits) / 1000)))
 
 
-def room_for(
-    job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0, guard_ms: float = math.inf
-) -> int | None:
+def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -> int | None:
     """Where a request without a promise fits so that no target suffers, as an index into `loads`; None if nowhere.
 
     Args:
@@ -214,7 +215,6 @@ def room_for(
         loads: engines that serve.
         spare_ms: prompts that may be before a feasible request that comes next.
         first: where to begin, so that engines take turns.
-        guard_ms: smallest TPOT target of requests that are to be expected.
     """
     for step in range(len(loads)):
         at = (first + step) % len(loads)
@@ -226,7 +226,7 @@ def room_for(
         if (
             queued <= spare_ms
             and not found.full
-            and found.others_tpot_ms <= FILL * min(guard_ms, load.tightest_tpot_ms)
+            and found.others_tpot_ms <= FILL * min(load.guard_ms, load.tightest_tpot_ms)
         ):
             return at
     return None

@@ -186,7 +186,7 @@ class Admission:
                 continue
             record = self._records[next(iter(self._held[kind]))]
             job = self._job(record.terms, record.tokens, record.most_output, 0.0)
-            at = room_for(job, loads, self._spare_ms(), self._turn, self._guard_ms())
+            at = room_for(job, loads, self._spare_ms(), self._turn)
             if at is not None:
                 self._turn = (at + 1) % len(loads)
                 return self._let_go(kind, engines[at].name, aged=False)
@@ -302,7 +302,7 @@ class Admission:
                 promised[name] += 1
                 tokens[name] += ticket.request.tokens
                 tightest[name] = min(tightest.get(name, math.inf), ticket.request.terms.tpot_ms or math.inf)
-        loads = []
+        loads, guard_ms = [], self._guard_ms()
         for engine in engines:
             name = engine.name
             unread, context, tight = tokens[name], float(tokens[name]), tightest.get(name, math.inf)
@@ -328,6 +328,7 @@ class Admission:
                     self._prefill_ms(name, now),
                     self._most_requests[self._tp_of[name]],
                     self._cached(name, ids),
+                    guard_ms,
                 )
             )
         return loads
