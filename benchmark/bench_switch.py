@@ -12,6 +12,9 @@ layout is away.
 `--rival`: stock sglang is stopped and started with the other layout, from SIGTERM until /health_generate answers.
 `--under-load SECONDS`: tokens/s with a switch every second, beside those of either layout alone.
 
+`--repair`: a rank of each engine is killed, with streams running in layout A: how long they wait, and how long until
+the engine serves again.
+
 Each part is tried by itself; what failed is noted, and the result is written whatever happens, SIGTERM included.
 """
 
@@ -19,7 +22,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shlex
+import signal
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -48,6 +53,7 @@ def main() -> None:
         "cells": [],
         "rival": [],
         "under_load": {},
+        "repair": [],
         "errors": [],
     }
     bench = Bench(options, result, perf_counter() + options.limit_s)
@@ -80,6 +86,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=1500, help="of each stream's requests")
     parser.add_argument("--under-load", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--load", type=int, nargs=3, default=[32, 512, 128], metavar=("STREAMS", "INPUT", "OUTPUT"))
+    parser.add_argument("--repair", action="store_true", help="kill a rank of each engine, one after another")
     parser.add_argument("--rival", action="store_true", help="measure stopping and starting stock sglang as well")
     parser.add_argument("--only-rival", action="store_true", help="measure that alone")
     parser.add_argument("--limit-s", type=float, default=540.0, help="for everything; what is left out is noted")
@@ -154,6 +161,31 @@ class Bench:
                         await self._part(name, self._cell, name, strategy, running, input_tokens)
             if self._o.under_load:
                 await self._part("under load", self._under_load, limit_s=6 * self._o.under_load + 4 * self._o.settle_s)
+            if self._o.repair:
+                await self._part("repair", self._repair, limit_s=300)
+
+    async def _repair(self) -> None:
+        """Kill a rank of each engine under streams; when it is ready again, the next."""
+        for name, engine in (await self._layouts.engines()).items():
+            async with self._streams(16, 128, self._o.output_tokens) as streams:
+                usual = await self._ready(streams)
+                killed = perf_counter()
+                os.kill(engine["pids"][0], signal.SIGKILL)
+                await streams.past(perf_counter(), self._o.settle_s)
+                answered = perf_counter()
+                while (await self._layouts.engines())[name]["restarts"] == engine["restarts"]:
+                    await asyncio.sleep(0.05)
+                while (await self._layouts.engines())[name]["state"] != "ready":
+                    await asyncio.sleep(0.05)
+                row = {
+                    "engine": name,
+                    "active": engine["active"],
+                    "gap_ms": _spread(streams.gaps_ms(killed, answered)),
+                    "step_ms": _spread(usual),
+                    "ready_again_s": round(perf_counter() - killed, 2),
+                }
+            self._result["repair"].append(row)
+            print(f"killed: {row}", flush=True)
 
     def _strategies(self, running: int) -> list[str]:
         """Those that make a difference: without streams all are alike, and with endless ones none drains."""
@@ -455,6 +487,11 @@ def _print(result: dict[str, Any]) -> None:
         print(f"{row['strategy']:10}{row['way']:32}{row['running']:4}{row['input_tokens']:8}  {steps}")
     for row in result["rival"]:
         print(f"stock, stopped and started, {row['from']} -> {row['to']}: {row['s']} s")
+    for row in result["repair"]:
+        print(
+            f"{row['engine']} killed: streams wait {cell(row['gap_ms'])} ms (usual step {cell(row['step_ms'])}), "
+            f"it is ready again after {row['ready_again_s']} s"
+        )
     for name, value in result["under_load"].items():
         print(f"under load, {name}: {value}")
     for error in result["errors"]:

@@ -79,7 +79,8 @@ def packed_details() -> dict[str, Any]:
     from sglang_adapt.upstream.handoff.pack import pack, unpack
 
     req = request(output=3, max_new_tokens=20, custom_params={"budget": 3})
-    req.full_untruncated_fill_ids = req.origin_input_ids
+    hashed = request(output=3)
+    hashed.origin_input_ids = array("q", [5, 1 << 40])
     req.time_stats.forward_entry_time = 12.5
     req.priority = 4
     carried = pack(req, RequestKind.RUNNING, 7)
@@ -87,7 +88,8 @@ def packed_details() -> dict[str, Any]:
     there = unpacked.req
     return {
         "same tokens": (there.origin_input_ids, there.output_ids) == (req.origin_input_ids, req.output_ids),
-        "alias": there.full_untruncated_fill_ids is there.origin_input_ids,
+        "alias": there.origin_input_ids_unpadded is there.origin_input_ids,
+        "hash of an image": list(unpack(pack(hashed, RequestKind.RUNNING, 7), scheduler()).req.origin_input_ids),
         "clock": there.time_stats.forward_entry_time,
         "budget": there.sampling_params.custom_params["budget"],
         "way back": there.sampling_params.custom_params["__req__"] is there,

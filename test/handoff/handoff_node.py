@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import traceback
 from array import array
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ import zmq
 from handoff_rank import RankCase, run_rank
 
 from sglang_adapt.core import handoff as messages
+from sglang_adapt.core.block_ids import unpack_ids
 from sglang_adapt.kv.blocks import BlockLedger, BlockState
 from sglang_adapt.kv.copiers import CpuCopier
 from sglang_adapt.kv.copy import DirectExecutor
@@ -112,7 +114,7 @@ class Engine:
         return self.collect()
 
     def handoff(self, call: messages.HandoffCall) -> None:
-        self.post("handoff", messages.encode(call).decode())
+        self.post("handoff", b64encode(messages.encode(call)).decode())
 
     def handed(self, kind: type[messages.Answer]) -> list[messages.Answer]:
         return [messages.decode_answer(answer, kind) for answer in self.collect()]
@@ -256,7 +258,7 @@ class Node:
         answers = {name: self.engines[name].handed(messages.ExportAnswer) for name in sources}
         self.pump(lambda: self.fences >= set(sources))
         for name, ranks in answers.items():
-            self.leases.export(self.engines[name].ranks, [answer.exported for answer in ranks], self.epoch)
+            self.leases.export(self.engines[name].ranks, [unpack_ids(answer.exported) for answer in ranks], self.epoch)
             self.kinds |= {request.rid: request.kind for request in ranks[0].requests}
         return answers
 
@@ -297,7 +299,7 @@ class Node:
     def adopt(self, dest: str, call: messages.AdoptCall) -> list[messages.AdoptAnswer]:
         self.engines[dest].handoff(call)
         answers = self.engines[dest].handed(messages.AdoptAnswer)
-        leased = [answer.leased for answer in answers]
+        leased = [unpack_ids(answer.leased) for answer in answers]
         self.leases.adopt(self.engines[dest].ranks, leased, self.epoch)
         gone = [
             [page for rid, pages in zip(call.requests, row, strict=True) if rid.rid in call.aborted for page in pages]
@@ -314,13 +316,13 @@ class Node:
     def release(self, source: str, taken: Sequence[str]) -> list[messages.ReleaseAnswer]:
         self.engines[source].handoff(messages.ReleaseCall(self.epoch, list(taken)))
         answers = self.engines[source].handed(messages.ReleaseAnswer)
-        self.leases.release(self.engines[source].ranks, [answer.freed for answer in answers], self.epoch)
+        self.leases.release(self.engines[source].ranks, [unpack_ids(answer.freed) for answer in answers], self.epoch)
         return answers
 
     def restore(self, source: str) -> list[messages.RestoreAnswer]:
         self.engines[source].handoff(messages.RestoreCall(self.epoch))
         answers = self.engines[source].handed(messages.RestoreAnswer)
-        self.leases.restore(self.engines[source].ranks, [answer.leased for answer in answers], self.epoch)
+        self.leases.restore(self.engines[source].ranks, [unpack_ids(answer.leased) for answer in answers], self.epoch)
         return answers
 
     def switch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_adapt.core.handoff import ExportCall, decode_call
 from sglang_adapt.kv.geometry import PoolGeometry
 
 
@@ -61,8 +63,9 @@ def run_rank(case: RankCase, answers: Connection, ready: Connection, *args: Any)
         functions |= {"refuse": refuse, "few_slots": few_slots}
         try:
             if name == "handoff":
-                result: Any = handoff[0].call(message)
-                if '"ExportCall"' in message:
+                data = b64decode(message)
+                result: Any = handoff[0].call(data)
+                if isinstance(decode_call(data), ExportCall):
                     _send_fence(scheduler)
             else:
                 result = functions[name](scheduler, message, case)

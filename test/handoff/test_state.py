@@ -33,6 +33,7 @@ def test_a_request_comes_through_its_message(context: multiprocessing.context.Fo
     assert in_child(context, children.packed_details) == {
         "same tokens": True,
         "alias": True,
+        "hash of an image": [5, 1 << 40],
         "clock": 12.5,
         "budget": 3,
         "way back": True,

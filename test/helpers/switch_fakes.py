@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from router_fakes import World
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import msgpack_decode
 
+from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.handoff import (
     AdoptAnswer,
     AdoptCall,
@@ -27,6 +27,7 @@ from sglang_adapt.core.handoff import (
     RestoreCall,
     UnexportableAnswer,
     UnexportableCall,
+    to_plain,
 )
 from sglang_adapt.core.layout import EngineSpec, candidate_engines, parse_layout
 from sglang_adapt.kv.ledger_format import ledger_bytes
@@ -94,7 +95,9 @@ class FakeEngine:
                 ]
                 blocks = [[blocks[rank] for _, blocks in self.held[1].values()] for rank in ranks]
                 return [
-                    ExportAnswer(call.epoch, carried if rank == 0 else [], blocks[rank], pages[rank], {}, given[rank])
+                    ExportAnswer(
+                        call.epoch, carried if rank == 0 else [], blocks[rank], pack_ids(pages[rank]), {}, given[rank]
+                    )
                     for rank in ranks
                 ]
             case AdoptCall():
@@ -106,8 +109,8 @@ class FakeEngine:
                     for rank in ranks:
                         self._join(rank, mine[rank])
                 for rank in ranks:
-                    self._join(rank, call.grow[rank])
-                return [AdoptAnswer(call.epoch, [request.rid for request in call.requests], [], []) for _ in ranks]
+                    self._join(rank, unpack_ids(call.grow[rank]).tolist())
+                return [AdoptAnswer(call.epoch, [request.rid for request in call.requests], [], b"") for _ in ranks]
             case ReleaseCall():
                 held = self._require(call.epoch)
                 assert set(held) <= set(call.taken) | self.given_up
@@ -115,17 +118,17 @@ class FakeEngine:
                 pages = self._held_pages()
                 self.held, self.given_up = None, set()
                 given = self._shrink(call.keep)
-                return [ReleaseAnswer(call.epoch, pages[rank], aborted, given[rank]) for rank in ranks]
+                return [ReleaseAnswer(call.epoch, pack_ids(pages[rank]), aborted, given[rank]) for rank in ranks]
             case RestoreCall():
                 held = self._require(call.epoch)
                 pages = self._held_pages()
                 for rank in ranks:
                     self._join(rank, pages[rank])
-                    self._join(rank, call.grow[rank] if call.grow else [])
+                    self._join(rank, unpack_ids(call.grow[rank]).tolist() if call.grow else [])
                 self.running |= held
                 self.held = None
                 restored = [rid for rid in held if rid not in self.given_up]
-                return [RestoreAnswer(call.epoch, restored, pages[rank]) for rank in ranks]
+                return [RestoreAnswer(call.epoch, restored, pack_ids(pages[rank])) for rank in ranks]
         raise AssertionError(call)
 
     def _join(self, rank: int, pages: list[int]) -> None:
@@ -143,13 +146,13 @@ class FakeEngine:
             sorted(page for _, blocks in self.held[1].values() for page in blocks[rank]) for rank in range(self.spec.tp)
         ]
 
-    def _shrink(self, keep: int | None) -> list[list[int]]:
+    def _shrink(self, keep: int | None) -> list[bytes]:
         given = []
         for rank in range(self.spec.tp):
             count = max(0, len(self.lease[rank]) - (keep or 0))
             out = sorted(self._free(rank))[:count]
             self.lease[rank] -= set(out)
-            given.append(out)
+            given.append(pack_ids(out))
         return given
 
 
@@ -306,16 +309,16 @@ class Node:
     def _do(self, engine: str, name: str, payload: dict[str, Any], call: HandoffCall | None) -> list[dict[str, Any]]:
         fake = self.fakes[engine]
         if call is not None:
-            return [msgspec.to_builtins(answer) for answer in fake.answer(call)]
+            return [to_plain(answer) for answer in fake.answer(call)]
         match name:
             case "kv_grow":
                 for rank, pages in enumerate(payload["pages"]):
-                    fake._join(rank, pages)
+                    fake._join(rank, unpack_ids(pages).tolist())
             case "kv_state":
                 return [{"pages": sorted(pages), "free": 0, "cached_tokens": 0} for pages in fake.lease]
             case "recover":
                 for one in payload["requests"]:
-                    message = msgpack_decode(base64.b64decode(one["message"]))
+                    message = msgpack_decode(one["message"])
                     fake.take(message.rid, len(message.input_ids))
         return [{} for _ in SPECS[engine].gpus]
 

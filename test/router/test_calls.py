@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -62,6 +63,14 @@ def asking(then: Callable[[Engine], Any], timeout_s: float = 20) -> list[dict[st
 
 def test_the_answers_of_all_ranks_come_back() -> None:
     assert asking(lambda engine: engine.reply(OK, RankAnswer())) == [{"pages": [1, 2]}, {}]
+
+
+def test_steps_get_the_time_on_the_way() -> None:
+    began = time.monotonic()
+    rank = RankAnswer({"steps_ms": {"drain": 3.0}}, None, began + 1, began)
+    steps = asking(lambda engine: engine.reply(rank))[0]["steps_ms"]
+    assert list(steps) == ["wait", "drain", "return"]
+    assert 0 < steps["wait"] <= 1000 and steps["return"] > 0
 
 
 def test_a_refusal_of_all_ranks_leaves_everything_as_it_was() -> None:
@@ -130,7 +139,9 @@ CONTROL = {"echo": lambda scheduler, rank, payload: {"rank": rank, **payload}, "
 
 def test_a_rank_does_what_it_is_called_for() -> None:
     control = EngineControl(CONTROL)
-    assert control(None, 1, EngineCall(1, 0, "echo", {"x": 5})) == RankAnswer(answer={"rank": 1, "x": 5})
+    echo = control(None, 1, EngineCall(1, 0, "echo", {"x": 5}))
+    assert (echo.answer, echo.error) == ({"rank": 1, "x": 5}, None)
+    assert 0 < echo.began_s <= echo.ended_s
     assert control(None, 0, EngineCall(2, 0, "refuse", {})) == RankAnswer(error="LeaseError: page 0 cannot be leased")
     unknown = control(None, 0, EngineCall(3, 0, "sing", {}))
     assert unknown == RankAnswer(error="nothing is called 'sing'; there is echo, refuse, fail")

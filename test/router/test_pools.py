@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.layout import EngineSpec, candidate_engines
 from sglang_adapt.kv.blocks import NoFreeBlocksError
 from sglang_adapt.kv.ledger_format import ForeignLedgerError, ledger_bytes
@@ -39,12 +40,12 @@ class Ranks:
             raise self.error
         if name == "kv_grow":
             for rank, pages in enumerate(payload["pages"]):
-                self.held[engine][rank] += pages
+                self.held[engine][rank] += unpack_ids(pages).tolist()
             return [{} for _ in payload["pages"]]
         answers = []
         for pages in self.held[engine]:
             given = [pages.pop() for _ in range(payload["count"])]
-            answers.append({"pages": given})
+            answers.append({"pages": pack_ids(given)})
         return answers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ class Scene:
         assert (name, epoch) == ("recover", 0)
         requests = []
         for request in payload["requests"]:
-            message = io_struct.msgpack_decode(base64.b64decode(request["message"]))
+            message = io_struct.msgpack_decode(request["message"])
             requests.append((message.rid, request["output_ids"]))
         self.calls.append((engine, requests))
         if (error := self.failures.pop(engine, None)) is not None:

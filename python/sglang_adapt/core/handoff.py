@@ -1,15 +1,17 @@
 """Messages that move requests from one engine to another: what a control channel carries to and from the ranks.
 
-One struct a message, JSON on the wire (bytes as base64). All ranks of an engine get the same message in the same
+One struct a message. All ranks of an engine get the same message in the same
 iteration; each answers for itself. Every message has the epoch of the switch it belongs to.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+
+from sglang_adapt.core.block_ids import BlockIds
 
 
 class RequestKind(StrEnum):
@@ -98,9 +100,9 @@ class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     requests: list[CarriedRequest]
     blocks: list[list[int]]
-    exported: list[int]
+    exported: BlockIds
     staying: dict[str, str]
-    given: list[int] = []
+    given: BlockIds = b""
     steps_ms: dict[str, float] = {}
 
 
@@ -123,7 +125,7 @@ class AdoptCall(msgspec.Struct, frozen=True, tag=True):
     requests: list[CarriedRequest]
     blocks: list[list[list[int]]]
     sources: list[KvSource] = []
-    grow: list[list[int]] = []
+    grow: list[BlockIds] = []
     aborted: list[str] = []
 
 
@@ -140,7 +142,7 @@ class AdoptAnswer(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     adopted: list[str]
     spilled: list[str]
-    leased: list[int]
+    leased: BlockIds
     steps_ms: dict[str, float] = {}
 
 
@@ -169,9 +171,9 @@ class ReleaseAnswer(msgspec.Struct, frozen=True, tag=True):
     """
 
     epoch: int
-    freed: list[int]
+    freed: BlockIds
     aborted: list[str]
-    given: list[int] = []
+    given: BlockIds = b""
     steps_ms: dict[str, float] = {}
 
 
@@ -184,7 +186,7 @@ class RestoreCall(msgspec.Struct, frozen=True, tag=True):
     """
 
     epoch: int
-    grow: list[list[int]] = []
+    grow: list[BlockIds] = []
 
 
 class RestoreAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -198,7 +200,7 @@ class RestoreAnswer(msgspec.Struct, frozen=True, tag=True):
 
     epoch: int
     restored: list[str]
-    leased: list[int]
+    leased: BlockIds
     steps_ms: dict[str, float] = {}
 
 
@@ -233,12 +235,18 @@ HandoffAnswer = ExportAnswer | AdoptAnswer | ReleaseAnswer | RestoreAnswer | Abo
 
 Answer = TypeVar("Answer", bound=HandoffAnswer)
 
-encode = msgspec.json.Encoder().encode
-decode_call = msgspec.json.Decoder(HandoffCall).decode
-_decode_answer = msgspec.json.Decoder(HandoffAnswer).decode
+encode = msgspec.msgpack.Encoder().encode
+decode_call = msgspec.msgpack.Decoder(HandoffCall).decode
+_decode_answer = msgspec.msgpack.Decoder(HandoffAnswer).decode
 
 
-def decode_answer(data: bytes | str, kind: type[Answer]) -> Answer:
+def to_plain(message: HandoffCall | HandoffAnswer) -> dict[str, Any]:
+    """A message as the plain values and bytes that calls to an engine are made of."""
+    plain: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return plain
+
+
+def decode_answer(data: bytes, kind: type[Answer]) -> Answer:
     """An answer of the type that was asked for.
 
     Raises:

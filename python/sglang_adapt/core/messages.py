@@ -1,7 +1,7 @@
 """Our own messages: between the front and the router, and between the router and an engine's ranks.
 
-One struct a message. Front and router have a socket for them: tagged, msgpack on the wire. Router and engine have
-not: theirs travel as JSON inside stock's RPC messages (`upstream/wire.py`), in order with everything else.
+One struct a message, msgpack on the wire. Front and router have a socket for them. Router and engine have not: theirs
+travel inside stock's RPC messages (`upstream/wire.py`), in order with everything else.
 
 Stock messages keep stock's format and travel on stock's sockets; nothing is added to them.
 """
@@ -166,7 +166,7 @@ class EngineCall(msgspec.Struct, frozen=True):
         id: names the call in its reply; unique within one start of the engine.
         epoch: the layout that the call belongs to; ranks refuse one below the last.
         name: what to do (`engine/control.py`).
-        payload: its arguments, plain JSON values; the same for all ranks.
+        payload: its arguments, plain values and bytes; the same for all ranks.
     """
 
     id: int
@@ -176,10 +176,19 @@ class EngineCall(msgspec.Struct, frozen=True):
 
 
 class RankAnswer(msgspec.Struct, frozen=True):
-    """What one rank did: its answer, or the error that kept it from doing anything."""
+    """What one rank did: its answer, or the error that kept it from doing anything.
+
+    Attributes:
+        answer: plain values and bytes.
+        error: why not.
+        began_s: when it began, and
+        ended_s: when it had done it, by `time.monotonic`, which all processes of a machine share.
+    """
 
     answer: dict[str, Any] | None = None
     error: str | None = None
+    began_s: float = 0.0
+    ended_s: float = 0.0
 
 
 class EngineReply(msgspec.Struct, frozen=True):
@@ -197,6 +206,5 @@ encode = msgspec.msgpack.Encoder().encode
 decode_front_to_router = msgspec.msgpack.Decoder(FrontToRouter).decode
 decode_router_to_front = msgspec.msgpack.Decoder(RouterToFront).decode
 
-encode_json = msgspec.json.Encoder().encode
-decode_engine_call = msgspec.json.Decoder(EngineCall).decode
-decode_engine_reply = msgspec.json.Decoder(EngineReply).decode
+decode_engine_call = msgspec.msgpack.Decoder(EngineCall).decode
+decode_engine_reply = msgspec.msgpack.Decoder(EngineReply).decode

@@ -1,19 +1,20 @@
 """What the router can ask of an engine's ranks: a table of functions by name.
 
 A call reaches all ranks in the same iteration, between two batches. Each rank does it, or refuses with nothing
-changed; rank 0 sends what all of them say as one reply. A function gets plain JSON values and returns them. What it
-raises beside `REFUSALS` ends its rank, and with it the engine, which is started again: nobody knows what has changed.
+changed; rank 0 sends what all of them say as one reply. A function gets plain values and bytes, and returns such. If it
+raises anything but `REFUSALS` its rank ends, and with it the engine, which is started again: nobody knows what has
+changed.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any
 
 import msgspec
 
-from sglang_adapt.core.handoff import HandoffCall
+from sglang_adapt.core.handoff import HandoffCall, to_plain
 from sglang_adapt.core.messages import EngineCall, RankAnswer
 from sglang_adapt.engine import kv
 from sglang_adapt.engine.copying import CopyRefusedError, KvCopies, handles_of
@@ -44,14 +45,13 @@ def recover(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any
     """Go on with requests whose engine has died.
 
     Args:
-        payload: `requests`: for each its stock `message` (base64) and its `output_ids` so far.
+        payload: `requests`: for each its stock `message`, as bytes, and its `output_ids` so far.
 
     Returns:
         `taken`: how many wait now; stock has answered the others.
     """
     taken = sum(
-        recovery.recover(scheduler, base64.b64decode(request["message"]), request["output_ids"])
-        for request in payload["requests"]
+        recovery.recover(scheduler, request["message"], request["output_ids"]) for request in payload["requests"]
     )
     return {"taken": taken}
 
@@ -86,10 +86,10 @@ class EngineControl:
             HandoffUnsupportedError, UnknownReqStateError, PatchError: see `EngineHandoff`.
         """
         copies = KvCopies(pool.engine, pool.geometry, gpus, rank, pool.region)
-        handoff = EngineHandoff(scheduler, copies.copy)
+        handoff = EngineHandoff(scheduler, copies.start)
 
         def move(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
-            answer: dict[str, Any] = msgspec.to_builtins(handoff.answer(msgspec.convert(payload, HandoffCall)))
+            answer: dict[str, Any] = to_plain(handoff.answer(msgspec.convert(payload, HandoffCall)))
             return answer
 
         def map_regions(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
@@ -106,10 +106,12 @@ class EngineControl:
         if handler is None:
             return _refusal(f"nothing is called {call.name!r}; there is {', '.join(self.handlers)}")
         self.epoch = call.epoch
+        began = monotonic()
         try:
-            return RankAnswer(answer=handler(scheduler, rank, call.payload))
+            answer = handler(scheduler, rank, call.payload)
         except REFUSALS as error:
             return _refusal(f"{type(error).__name__}: {error}")
+        return RankAnswer(answer=answer, began_s=began, ended_s=monotonic())
 
 
 def _refusal(text: str) -> RankAnswer:

@@ -6,7 +6,7 @@ router says so, whatever becomes of the source's processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
@@ -46,7 +46,7 @@ class KvCopies:
         self._gpu = gpus[rank]
         self._own = region
         self._mapped: dict[int, Region] = {}
-        self._lane = Lane(region.device)
+        self._lanes: dict[int, Lane] = {}
         self._copier: UnitCopier = TritonCopier() if region.device.type == "cuda" else CpuCopier()
 
     def map(self, handles: Mapping[int, RegionHandle]) -> None:
@@ -59,8 +59,10 @@ class KvCopies:
             if gpu != self._gpu and (gpu not in self._mapped or self._mapped[gpu].handle != handle):
                 self._mapped[gpu] = attach(handle, "read", self._own.device)
 
-    def copy(self, call: AdoptCall) -> None:
-        """Copy what this rank's blocks of `call` are to hold; returns when it is there.
+    def start(self, call: AdoptCall) -> Callable[[], None]:
+        """Begin to copy what this rank's blocks of `call` are to hold; what is returned waits until it is there.
+
+        The copies from different GPUs run side by side.
 
         Raises:
             CopyRefusedError: a source GPU whose region is not mapped.
@@ -74,14 +76,19 @@ class KvCopies:
                 f"{self._engine}: the KV region of GPU {min(missing)} is not mapped on GPU {self._gpu}; "
                 f"send kv_map first"
             )
-        with self._lane.use():
-            marks = [self._start(plan.gpu).start(plan) for plan in plans if plan.units]
-        for mark in marks:
-            mark.wait()
+        marks = [self._executor(plan.gpu).start(plan) for plan in plans if plan.units]
 
-    def _start(self, source: int) -> DirectExecutor:
+        def wait() -> None:
+            for mark in marks:
+                mark.wait()
+
+        return wait
+
+    def _executor(self, source: int) -> DirectExecutor:
         regions = {self._gpu: self._own, source: self._view(source)}
-        return DirectExecutor(self._geometry, source, regions, self._copier, self._lane)
+        if source not in self._lanes:
+            self._lanes[source] = Lane(self._own.device)
+        return DirectExecutor(self._geometry, source, regions, self._copier, self._lanes[source])
 
     def _view(self, gpu: int) -> torch.Tensor:
         if gpu == self._gpu:

@@ -13,7 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from sglang_adapt.core import handoff as messages
+from sglang_adapt.core.block_ids import BlockIds, pack_ids, unpack_ids
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.upstream.handoff import adopt as adopting
 from sglang_adapt.upstream.handoff import export as exporting
@@ -34,7 +37,8 @@ class EngineHandoff:
 
     Args:
         scheduler: stock's, built after `kv_pool.use_pool` in a process that has HANDOFF_PATCHES.
-        copy: see `adopt`; None if the router has KV copied before it sends AdoptCall.
+        start_copy: begins to bring the KV of an AdoptCall here; what it returns waits for the end. None if the router
+            has KV copied before it sends AdoptCall.
 
     Raises:
         HandoffUnsupportedError: this engine's requests cannot be moved.
@@ -42,15 +46,17 @@ class EngineHandoff:
         PatchError: a patch is not in place.
     """
 
-    def __init__(self, scheduler: Any, copy: Callable[[messages.AdoptCall], None] | None = None) -> None:
+    def __init__(
+        self, scheduler: Any, start_copy: Callable[[messages.AdoptCall], Callable[[], None]] | None = None
+    ) -> None:
         PATCHES.verify(*HANDOFF_PATCHES)
         check_engine(scheduler)
         check_req_attributes()
         self._scheduler = scheduler
-        self._copy = copy
+        self._start_copy = start_copy
         self._epoch = 0
 
-    def call(self, message: bytes | str) -> bytes:
+    def call(self, message: bytes) -> bytes:
         """Carry out one encoded `core.handoff.HandoffCall`; returns the encoded answer of this rank.
 
         Raises:
@@ -95,7 +101,7 @@ class EngineHandoff:
         given = self._shrink_to(call.keep)
         laps.lap("give back")
         return messages.ExportAnswer(
-            call.epoch, export.requests, export.blocks, export.pages, export.staying, given, laps.ms
+            call.epoch, export.requests, export.blocks, pack_ids(export.pages), export.staying, given, laps.ms
         )
 
     def adopt(self, call: messages.AdoptCall) -> messages.AdoptAnswer:
@@ -120,15 +126,15 @@ class EngineHandoff:
             for request, blocks in zip(call.requests, given, strict=True)
             if request.rid not in call.aborted
         ]
-        copy = None if self._copy is None or not call.sources else partial(self._copy, call)
+        start_copy = None if self._start_copy is None or not call.sources else partial(self._start_copy, call)
         requests, blocks = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        adoption = adopting.adopt(self._scheduler, requests, blocks, laps, copy)
+        adoption = adopting.adopt(self._scheduler, requests, blocks, laps, start_copy)
         self._epoch = call.epoch
         if call.grow:
-            EngineLease.of(self._scheduler).grow(call.grow[self._scheduler.ps.tp_rank])
+            EngineLease.of(self._scheduler).grow(unpack_ids(call.grow[self._scheduler.ps.tp_rank]))
         leased = sorted(block for _, blocks in pairs for block in blocks)
         laps.lap("grow")
-        return messages.AdoptAnswer(call.epoch, adoption.adopted, adoption.spilled, leased, laps.ms)
+        return messages.AdoptAnswer(call.epoch, adoption.adopted, adoption.spilled, pack_ids(leased), laps.ms)
 
     def release(self, call: messages.ReleaseCall) -> messages.ReleaseAnswer:
         """Forget the held requests, which live elsewhere. Those that were given up and not taken are answered here.
@@ -143,7 +149,7 @@ class EngineHandoff:
         laps.lap("forget")
         given = self._shrink_to(call.keep)
         laps.lap("give back")
-        return messages.ReleaseAnswer(call.epoch, held.pages, aborted, given, laps.ms)
+        return messages.ReleaseAnswer(call.epoch, pack_ids(held.pages), aborted, given, laps.ms)
 
     def restore(self, call: messages.RestoreCall) -> messages.RestoreAnswer:
         """Put the held requests back as they were.
@@ -155,11 +161,11 @@ class EngineHandoff:
         held = self._held(call.epoch)
         laps = Laps()
         if call.grow:
-            EngineLease.of(self._scheduler).grow(call.grow[self._scheduler.ps.tp_rank])
+            EngineLease.of(self._scheduler).grow(unpack_ids(call.grow[self._scheduler.ps.tp_rank]))
         laps.lap("grow")
         restored = exporting.restore(self._scheduler, held)
         laps.lap("put back")
-        return messages.RestoreAnswer(call.epoch, restored, held.pages, laps.ms)
+        return messages.RestoreAnswer(call.epoch, restored, pack_ids(held.pages), laps.ms)
 
     def abort_held(self, call: messages.AbortHeldCall) -> messages.AbortHeldAnswer:
         """Mark held requests as given up by their clients; none is no error. Stock's AbortReq does the same.
@@ -169,13 +175,13 @@ class EngineHandoff:
         """
         return messages.AbortHeldAnswer(call.epoch, self._held(call.epoch).abort(call.rid, call.abort_all))
 
-    def _shrink_to(self, keep: int | None) -> list[int]:
+    def _shrink_to(self, keep: int | None) -> BlockIds:
         """Give back what is free or evictable of the lease beyond `keep` blocks; returns it, ascending."""
         if keep is None:
-            return []
+            return b""
         lease = EngineLease.of(self._scheduler)
         count = min(lease.spare_pages, len(lease.pages) - keep)
-        return sorted(lease.give_back(count).tolist()) if count > 0 else []
+        return pack_ids(np.sort(lease.give_back(count))) if count > 0 else b""
 
     def _held(self, epoch: int) -> Held:
         there = held()

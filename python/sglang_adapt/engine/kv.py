@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.upstream.control import finish_device_work
 from sglang_adapt.upstream.kv_lease import EngineLease
 
@@ -12,17 +13,17 @@ def grow(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
     """Add free blocks to the lease.
 
     Args:
-        payload: `pages`: the blocks of each rank, `[TP size][n]`.
+        payload: `pages`: the blocks of each rank, packed (`core.block_ids`).
 
     Raises:
         LeaseError: a block that is leased already or cannot be.
     """
-    EngineLease.of(scheduler).grow(payload["pages"][rank])
+    EngineLease.of(scheduler).grow(unpack_ids(payload["pages"][rank]))
     return {}
 
 
 def give_back(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """Give free blocks up, evicting cached prefixes as needed; returns them as `pages`.
+    """Give free blocks up, evicting cached prefixes as needed; returns them as `pages`, packed.
 
     A batch in flight may still write to blocks whose request has just ended, so the device's work is waited for.
 
@@ -33,7 +34,7 @@ def give_back(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, A
         CannotShrinkError: requests hold too many; nothing has changed.
     """
     finish_device_work(scheduler)
-    return {"pages": EngineLease.of(scheduler).give_back(payload["count"]).tolist()}
+    return {"pages": pack_ids(EngineLease.of(scheduler).give_back(payload["count"]))}
 
 
 def state(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class LeasePages:
         checked = np.asarray(pages, dtype=np.int32).reshape(-1)
         for page in checked[(checked <= DUMMY_BLOCK) | (checked >= len(self._leased))]:
             raise LeaseError(f"{self.engine}: page {page} cannot be leased; pages are 1 to {len(self._leased) - 1}")
-        values, times = np.unique(checked, return_counts=True)
-        for page in values[times > 1]:
-            raise LeaseError(f"{self.engine}: page {page} is named twice")
+        times = np.bincount(checked, minlength=1)
+        if times.max() > 1:
+            raise LeaseError(f"{self.engine}: page {times.argmax()} is named twice")
         return checked

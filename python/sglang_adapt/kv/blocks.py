@@ -143,9 +143,9 @@ class BlockLedger:
         outside = blocks[(blocks < 0) | (blocks >= self.geometry.blocks)]
         if len(outside):
             raise LedgerError(f"GPU {self.gpu}: block {outside[0]} does not exist ({self.geometry.blocks} blocks)")
-        if len(np.unique(blocks)) != len(blocks):
-            values, times = np.unique(blocks, return_counts=True)
-            raise LedgerError(f"GPU {self.gpu}: block {values[times > 1][0]} is named twice")
+        times = np.bincount(blocks, minlength=1)
+        if times.max() > 1:
+            raise LedgerError(f"GPU {self.gpu}: block {times.argmax()} is named twice")
         memory = self._memory
         wrong = blocks[(memory.state[blocks] != state) | (memory.owner[blocks] != engine)]
         if len(wrong):

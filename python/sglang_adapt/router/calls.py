@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import zmq
@@ -52,20 +53,23 @@ class EngineCalls:
     ) -> list[dict[str, Any]]:
         """Ask all ranks of an engine for one thing and wait; returns what each rank answered.
 
+        Where an answer has `steps_ms`, they begin with `wait`, until the rank began, and end with `return`, from when
+        it was done until now.
+
         The reply comes after all output that the engine sent before it did what was asked. With overlap scheduling one
         batch may be in flight then, whose output follows; who needs its results settles it first.
 
         Args:
             engine: its name.
             name: what to do, one of `engine.control.HANDLERS`.
-            payload: plain JSON values, the same for all ranks.
+            payload: plain values and bytes, the same for all ranks.
             epoch: of the layout that the call belongs to.
             timeout_s: how long to wait, in seconds.
 
         Raises:
             CallRefusedError, CallBrokenError, EngineGoneError: see there.
         """
-        call = EngineCall(next(self._ids), epoch, name, payload)
+        call, sent_s = EngineCall(next(self._ids), epoch, name, payload), monotonic()
         future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
         self._open[call.id] = (engine, call, future)
         try:
@@ -79,7 +83,7 @@ class EngineCalls:
                 raise CallBrokenError(f"{engine}: {name} was not answered within {timeout_s:g} s") from None
         finally:
             del self._open[call.id]
-        return _answers(engine, name, reply)
+        return _timed(_answers(engine, name, reply), reply, sent_s)
 
     def on_reply(self, engine: str, data: bytes) -> None:
         """An engine's RpcReqOutput has come. One that nobody waits for any more is dropped."""
@@ -95,6 +99,15 @@ class EngineCalls:
         for asked, call, future in self._open.values():
             if asked == engine and not future.done():
                 future.set_exception(EngineGoneError(f"{engine}: {call.name} was not answered: {why}"))
+
+
+def _timed(answers: list[dict[str, Any]], reply: EngineReply, sent_s: float) -> list[dict[str, Any]]:
+    now_s = monotonic()
+    for answer, rank in zip(answers, reply.ranks, strict=True):
+        if "steps_ms" in answer:
+            wait, back = 1e3 * (rank.began_s - sent_s), 1e3 * (now_s - rank.ended_s)
+            answer["steps_ms"] = {"wait": round(wait, 3), **answer["steps_ms"], "return": round(back, 3)}
+    return answers
 
 
 def _answers(engine: str, name: str, reply: EngineReply) -> list[dict[str, Any]]:

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
+from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.handoff import (
     AdoptAnswer,
     CarriedRequest,
@@ -32,6 +34,7 @@ from sglang_adapt.core.handoff import (
     RestoreCall,
     UnexportableAnswer,
     UnexportableCall,
+    to_plain,
 )
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.kv.ledger_format import LedgerError
@@ -278,8 +281,8 @@ class Modes:
         keep = self._pools.settings.standby_blocks
         answers = await self._handoff(spec, ExportCall(switch.epoch, keep), ExportAnswer)
         switch.note_steps("export", (answer.steps_ms for answer in answers))
-        pages = [answer.exported for answer in answers]
-        self._pools.exported(spec, pages, [answer.given for answer in answers])
+        pages = np.stack([unpack_ids(answer.exported) for answer in answers])
+        self._pools.exported(spec, pages, np.stack([unpack_ids(answer.given) for answer in answers]))
         requests = tuple(answers[0].requests)
         blocks = {request.rid: [answer.blocks[at] for answer in answers] for at, request in enumerate(requests)}
         export = Export(spec, deaths, switch.epoch, requests, blocks, pages)
@@ -438,7 +441,8 @@ class Modes:
                 # It holds requests that live elsewhere, and blocks that nobody can account for.
                 self._pools.kill(export.spec, str(error))
             return
-        self._pools.released(export.spec, export.pages, [answer.given for answer in answers])
+        given = np.stack([unpack_ids(answer.given) for answer in answers])
+        self._pools.released(export.spec, export.pages, given)
         for rid in answers[0].aborted:
             # Its abort reached this engine after its export had.
             self._router.on_front_message(wire.encode_abort(rid))
@@ -487,7 +491,9 @@ class Modes:
             raise EngineGoneError(f"{export.spec} has died since it handed its requests out")
         lent = self._pools.lend(export.spec, max(0, self._pools.available(export.spec) - leave))
         try:
-            answers = await self._handoff(export.spec, RestoreCall(export.epoch, lent), RestoreAnswer)
+            answers = await self._handoff(
+                export.spec, RestoreCall(export.epoch, [pack_ids(rank) for rank in lent]), RestoreAnswer
+            )
         except CallRefusedError as error:
             # It holds requests that it cannot go on with, and blocks that nobody can account for.
             self._pools.kill(export.spec, str(error))
@@ -504,7 +510,7 @@ class Modes:
     # The rest.
 
     async def _handoff(self, spec: EngineSpec, call: HandoffCall, kind: type[Answer]) -> list[Answer]:
-        answers = await self._pools.ask(spec, "handoff", msgspec.to_builtins(call))
+        answers = await self._pools.ask(spec, "handoff", to_plain(call))
         return [msgspec.convert(answer, kind) for answer in answers]
 
     def _lives(self, export: Export) -> bool:

@@ -15,16 +15,19 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.kv.blocks import BlockLedger, BlockState, NoFreeBlocksError
 from sglang_adapt.kv.leases import CopyTicket, EngineRanks, Leases
-from sglang_adapt.kv.plan import CopyBatch
+from sglang_adapt.kv.plan import CopyBatch, IntArray
 from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.memory import Region, RegionHandle, attach
 from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
 
-Pages = list[list[int]]
-"""Blocks of an engine, a list a rank; all of one length."""
+Pages = IntArray
+"""Blocks of an engine, `[TP size, n]`: a row for each rank."""
 
 Call = Callable[[str, str, dict[str, Any], int], Awaitable[list[dict[str, Any]]]]
 """`call(engine, name, payload, epoch)`: `EngineCalls.call`."""
@@ -100,7 +103,8 @@ class Pools:
         """
         first = spec in self._active and not self._deaths[spec]
         count = self.available(spec) if first else self.settings.standby_blocks
-        return self._take(spec, count)
+        pages: list[list[int]] = self._take(spec, count).tolist()
+        return pages
 
     def available(self, spec: EngineSpec) -> int:
         """Blocks on each rank by which an engine's lease may grow: the free ones, less those that are kept for other
@@ -137,7 +141,7 @@ class Pools:
         """Check all ledgers. Raises LedgerError."""
         self._leases.check(list(self._ranks.values()))
 
-    async def grow(self, spec: EngineSpec, count: int) -> list[list[int]]:
+    async def grow(self, spec: EngineSpec, count: int) -> Pages:
         """Give a running engine `count` more blocks on each rank; returns them.
 
         Raises:
@@ -155,14 +159,14 @@ class Pools:
         pages = self._take(spec, count)
         deaths = self._deaths[spec]
         try:
-            await self.ask(spec, "kv_grow", {"pages": pages})
+            await self.ask(spec, "kv_grow", {"pages": [pack_ids(rank) for rank in pages]})
         except CallRefusedError:
             if self._deaths[spec] == deaths:
                 self._free(spec, pages)
             raise
         return pages
 
-    async def give_back(self, spec: EngineSpec, count: int) -> list[list[int]]:
+    async def give_back(self, spec: EngineSpec, count: int) -> Pages:
         """Take `count` blocks on each rank out of a running engine's lease; returns them. They are free then.
 
         Raises:
@@ -170,7 +174,7 @@ class Pools:
             CallBrokenError, EngineGoneError: as `grow`.
         """
         answers = await self.ask(spec, "kv_give_back", {"count": count})
-        pages: list[list[int]] = [answer["pages"] for answer in answers]
+        pages = np.stack([unpack_ids(answer["pages"]) for answer in answers])
         self._free(spec, pages)
         return pages
 
@@ -179,7 +183,7 @@ class Pools:
         if spec in self._active and (count := self.available(spec)):
             await self.grow(spec, count)
 
-    # A switch of layout; each step is for all ranks of an engine, block lists are `[TP size][n]`.
+    # A switch of layout; each step is for all ranks of an engine.
 
     def begin_epoch(self) -> int:
         self.epoch += 1
@@ -222,8 +226,7 @@ class Pools:
     def reserve(self, spec: EngineSpec, count: int) -> Pages:
         """Set blocks aside for requests that are to move to an engine. Raises NoFreeBlocksError."""
         self._counts.clear()
-        pages: Pages = self._leases.reserve(self._ranks[spec], count, self.epoch).tolist()
-        return pages
+        return self._leases.reserve(self._ranks[spec], count, self.epoch)
 
     def lend(self, spec: EngineSpec, count: int) -> Pages:
         """Blocks that are to join an engine's lease with the next message to it. Raises NoFreeBlocksError."""
@@ -265,12 +268,11 @@ class Pools:
             raise EngineGoneError(f"{spec}: it died right after {name}")
         return answers
 
-    def _take(self, spec: EngineSpec, count: int) -> list[list[int]]:
+    def _take(self, spec: EngineSpec, count: int) -> Pages:
         self._counts.clear()
-        pages: list[list[int]] = self._leases.grow(self._ranks[spec], count, self.epoch).tolist()
-        return pages
+        return self._leases.grow(self._ranks[spec], count, self.epoch)
 
-    def _free(self, spec: EngineSpec, pages: list[list[int]]) -> None:
+    def _free(self, spec: EngineSpec, pages: Pages) -> None:
         self._counts.clear()
         self._leases.shrink(self._ranks[spec], pages, self.epoch)
 

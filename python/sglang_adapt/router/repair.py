@@ -8,7 +8,6 @@ die again and again may be the reason, and ends with a 503.
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -84,4 +83,4 @@ class Repair:
 
 
 def _request(entry: Entry) -> dict[str, Any]:
-    return {"message": base64.b64encode(entry.data).decode(), "output_ids": entry.ids.tolist()}
+    return {"message": entry.data, "output_ids": entry.ids.tolist()}

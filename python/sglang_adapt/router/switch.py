@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from sglang_adapt.core.block_ids import pack_ids
 from sglang_adapt.core.handoff import AdoptCall, CarriedRequest, KvSource
 from sglang_adapt.core.layout import EngineSpec, Layout
-from sglang_adapt.kv.plan import CopyBatch, RequestCopy
+from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy
 from sglang_adapt.policy.carry import Strategy
 
-Pages = list[list[int]]
+Blocks = list[list[int]]
+"""Blocks of one request in token order, a list a rank."""
 
 
 class SwitchRefusedError(RuntimeError):
@@ -34,15 +36,15 @@ class Export:
         epoch: of the export.
         requests: in the order in which they should be taken up.
         blocks: by request id, the blocks of each rank in token order.
-        pages: by rank, the blocks that have left its lease.
+        pages: `[TP size, n]`, the blocks that have left the ranks' leases.
     """
 
     spec: EngineSpec
     deaths: int
     epoch: int
     requests: tuple[CarriedRequest, ...]
-    blocks: dict[str, Pages]
-    pages: Pages
+    blocks: dict[str, Blocks]
+    pages: IntArray
 
     @property
     def rids(self) -> list[str]:
@@ -63,19 +65,19 @@ class Arrival:
         return KvSource(list(self.source.spec.gpus), self.source.blocks[self.request.rid])
 
 
-def deal(arrivals: Sequence[Arrival], page: int, reserved: Pages) -> list[Pages]:
+def deal(arrivals: Sequence[Arrival], page: int, reserved: IntArray) -> list[Blocks]:
     """Blocks for each request out of the reserved ones: `[rank][request][n]`.
 
     Args:
         page: tokens of a block.
-        reserved: as many blocks on each rank as the requests' KV fills.
+        reserved: `[TP size, n]`, as many blocks on each rank as the requests' KV fills.
     """
     counts = [-(-arrival.request.kv_tokens // page) for arrival in arrivals]
     ends = np.cumsum([0, *counts]).tolist()
-    return [[rank[start:end] for start, end in pairwise(ends)] for rank in reserved]
+    return [[rank[start:end] for start, end in pairwise(ends)] for rank in reserved.tolist()]
 
 
-def copies_of(spec: EngineSpec, arrivals: Sequence[Arrival], blocks: Sequence[Pages]) -> list[CopyBatch]:
+def copies_of(spec: EngineSpec, arrivals: Sequence[Arrival], blocks: Sequence[Blocks]) -> list[CopyBatch]:
     """The copies that bring the arrivals' KV to an engine, for the ledgers."""
     batches: dict[tuple[int, ...], list[RequestCopy]] = {}
     for at, arrival in enumerate(arrivals):
@@ -90,13 +92,13 @@ def copies_of(spec: EngineSpec, arrivals: Sequence[Arrival], blocks: Sequence[Pa
     return [CopyBatch(gpus, tuple(spec.gpus), tuple(requests)) for gpus, requests in batches.items()]
 
 
-def adopt_call(epoch: int, arrivals: Sequence[Arrival], blocks: Sequence[Pages], grow: Pages) -> AdoptCall:
+def adopt_call(epoch: int, arrivals: Sequence[Arrival], blocks: Sequence[Blocks], grow: IntArray) -> AdoptCall:
     return AdoptCall(
         epoch,
         [arrival.request for arrival in arrivals],
         [list(rank) for rank in blocks],
         sources=[arrival.kv_source for arrival in arrivals],
-        grow=grow,
+        grow=[pack_ids(rank) for rank in grow],
     )
 
 

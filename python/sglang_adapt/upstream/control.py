@@ -84,5 +84,7 @@ def _at_rank_0(scheduler: Any, answer: RankAnswer) -> list[RankAnswer] | None:
     ranks: list[Any] | None = [None] * scheduler.ps.tp_size if scheduler.ps.tp_rank == 0 else None
     if scheduler.ps.tp_size == 1:
         return [answer]
-    torch.distributed.gather_object(answer, ranks, dst=scheduler.tp_group.ranks[0], group=scheduler.tp_group.cpu_group)
-    return ranks
+    # What is gathered takes the room of the largest on every rank; rank 0's is the large one, and stays where it is.
+    others = None if ranks is not None else answer
+    torch.distributed.gather_object(others, ranks, dst=scheduler.tp_group.ranks[0], group=scheduler.tp_group.cpu_group)
+    return None if ranks is None else [answer, *ranks[1:]]

@@ -47,14 +47,14 @@ class EngineLease:
         """Pages that `give_back` could give: free ones, and those of cached prefixes that no request uses."""
         return self.free_pages + self.tree_cache.evictable_size() // self.allocator.page_size
 
-    def grow(self, pages: Sequence[int]) -> None:
+    def grow(self, pages: IntArray | Sequence[int]) -> None:
         """Add free pages.
 
         Raises:
             LeaseError: a page that is leased already or cannot be; or the engine is not at rest.
         """
         free = self._free()
-        self._set_free(torch.cat([free, self._tensor(self.pages.add(list(pages)))]))
+        self._set_free(torch.cat([free, self._tensor(self.pages.add(pages))]))
 
     def give_back(self, count: int) -> IntArray:
         """Give `count` free pages up, evicting cached prefixes as needed; returns them.
@@ -86,7 +86,7 @@ class EngineLease:
         Raises:
             LeaseError: a page that is not in the lease.
         """
-        self.pages.remove(list(pages))
+        self.pages.remove(pages)
 
     def bring_in(self, pages: Sequence[int]) -> None:
         """Add pages that requests hold: the requests are adopted, or their export is undone.
@@ -94,7 +94,7 @@ class EngineLease:
         Raises:
             LeaseError: a page that is in the lease already.
         """
-        self.pages.add(list(pages))
+        self.pages.add(pages)
 
     def check(self) -> None:
         """Check that the allocator's free pages are in the lease, each once. Raises LeaseError."""

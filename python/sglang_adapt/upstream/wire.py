@@ -7,11 +7,12 @@ forwards the bytes untouched. Only merged control answers and errors are decoded
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from sglang_adapt.core.messages import EngineCall, EngineReply, decode_engine_call, decode_engine_reply, encode_json
+from sglang_adapt.core.messages import EngineCall, EngineReply, decode_engine_call, decode_engine_reply, encode
 
 HEALTH_RID_PREFIX = "HEALTH_CHECK"
 WARMUP_RID_PREFIX = "SGLANG_ADAPT_WARMUP"
@@ -280,33 +281,33 @@ def encode_warmup(rid: str, prompt: list[int], new_tokens: int) -> bytes:
 def encode_call(call: EngineCall) -> bytes:
     """A call to an engine's ranks as stock's RPC message, which stock hands to all ranks in the same iteration.
 
-    Its parameters are plain values only, so the call is JSON text in one of them.
+    Its parameters are plain values only, so the call is base64 text in one of them.
     """
     from sglang.srt.managers.io_struct import RpcReqInput, msgpack_encode
 
-    return msgpack_encode(RpcReqInput(method=CALL_METHOD, parameters={"call": encode_json(call).decode()}))
+    return msgpack_encode(RpcReqInput(method=CALL_METHOD, parameters={"call": b64encode(encode(call)).decode()}))
 
 
 def call_of(request: Any) -> EngineCall | None:
     """The call in a stock RpcReqInput; None if it is one of stock's own."""
     if request.method != CALL_METHOD:
         return None
-    return decode_engine_call(request.parameters["call"])
+    return decode_engine_call(b64decode(request.parameters["call"]))
 
 
 def reply_message(reply: EngineReply) -> Any:
-    """The stock RpcReqOutput that carries a reply."""
+    """The stock RpcReqOutput that carries a reply; its message is text, so the reply is base64 in it."""
     from sglang.srt.managers.io_struct import RpcReqOutput
 
     failed = any(rank.error is not None for rank in reply.ranks)
-    return RpcReqOutput(success=not failed, message=encode_json(reply).decode())
+    return RpcReqOutput(success=not failed, message=b64encode(encode(reply)).decode())
 
 
 def reply_of(data: bytes) -> EngineReply:
     """The reply in an encoded RpcReqOutput."""
     from sglang.srt.managers.io_struct import msgpack_decode
 
-    return decode_engine_reply(msgpack_decode(data).message)
+    return decode_engine_reply(b64decode(msgpack_decode(data).message))
 
 
 def reply_tags() -> dict[bytes, bytes]:

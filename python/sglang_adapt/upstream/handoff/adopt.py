@@ -1,7 +1,8 @@
 """The destination of a move: what can fail is done first and changes nothing, then the requests are taken up.
 
-Inside the scheduler's dispatcher, on all ranks in the same iteration. Requests with tokens run on in the next batch;
-the part of a prompt that was read is cached, so that the queue finds it; all others wait as they did.
+Inside the scheduler's dispatcher, on all ranks in the same iteration. The KV is copied while the requests are made.
+Requests with tokens run on in the next batch; the part of a prompt that was read is cached, so that the queue finds it;
+all others wait as they did.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sglang_adapt.upstream.handoff.agree import on_all_ranks
 from sglang_adapt.upstream.handoff.batch import join_running
 from sglang_adapt.upstream.handoff.grammar import rebuild_grammar
 from sglang_adapt.upstream.handoff.held import held
+from sglang_adapt.upstream.handoff.late_cache import cache_later
 from sglang_adapt.upstream.handoff.pack import Unpacked, unpack
 from sglang_adapt.upstream.handoff.quiesce import drain, requests_of
 from sglang_adapt.upstream.kv_lease import EngineLease
@@ -66,7 +68,7 @@ def adopt(
     requests: Sequence[CarriedRequest],
     blocks: Sequence[Sequence[int]],
     laps: Laps,
-    copy: Callable[[], None] | None = None,
+    start_copy: Callable[[], Callable[[], None]] | None = None,
 ) -> Adoption:
     """Take requests up.
 
@@ -75,28 +77,42 @@ def adopt(
         requests: as `export` gave them; none that its client has given up.
         blocks: for each request the pages of this rank, which are to join its lease: as many as hold `kv_tokens`.
         laps: gets the time of each step.
-        copy: brings the KV into the pages; called when all else is prepared. None if it is there already.
+        start_copy: begins to bring the KV into the pages, while the rest goes on; what it returns waits until it is
+            there. None if it is there already.
 
     Raises:
         AdoptError, UnpackError, GrammarError, LeaseError: naming the request.
         OtherRankFailedError: another rank raised one of these.
-        Exception: whatever `copy` raises.
+        Exception: whatever `start_copy` raises.
         After each of them nothing is leased, allocated or queued.
     """
     drain(scheduler)
     laps.lap("drain")
-    arrivals = on_all_ranks(scheduler, "adopt", lambda: _prepare(scheduler, requests, blocks))
+    copies: list[Callable[[], None]] = []
+
+    def prepare() -> list[_Arrival]:
+        if start_copy is not None:
+            copies.append(start_copy())
+            laps.lap("start copy")
+        return _prepare(scheduler, requests, blocks)
+
+    try:
+        arrivals = on_all_ranks(scheduler, "adopt", prepare)
+    except Exception:
+        # Nobody may get the pages while they are being written.
+        for wait in copies:
+            wait()
+        raise
     laps.lap("prepare")
-    if copy is not None:
-        on_all_ranks(scheduler, "copy", copy)
-    laps.lap("copy")
     EngineLease.of(scheduler).bring_in([page for arrival in arrivals for page in arrival.pages])
     runs = [arrival for arrival in arrivals if arrival.runs]
-    for arrival in runs:
-        _seat(scheduler, arrival)
+    _seat(scheduler, runs)
     join_running(scheduler, [arrival.req for arrival in runs])
     _queue(scheduler, [arrival for arrival in arrivals if not arrival.runs])
     laps.lap("take up")
+    for wait in copies:
+        wait()
+    laps.lap("wait for copy")
     return Adoption(
         [arrival.req.rid for arrival in arrivals],
         [arrival.req.rid for arrival in arrivals if arrival.kind is RequestKind.RUNNING and not arrival.runs],
@@ -143,21 +159,27 @@ def _check_fits(scheduler: Any, carried: CarriedRequest, pages: Sequence[int]) -
         )
 
 
-def _seat(scheduler: Any, arrival: _Arrival) -> None:
-    """Give a request its slot and make it the owner of its KV; the full pages go to the prefix cache, locked."""
+def _seat(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
+    """Give requests their slots and make them the owners of their KV; the prefix cache gets it later."""
     from sglang.srt.managers.schedule_batch import ReqKvInfo
-    from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
 
-    req, tokens = arrival.req, arrival.kv_tokens
-    scheduler.req_to_token_pool.alloc([req])
-    scheduler.req_to_token_pool.write((req.req_pool_idx, slice(0, tokens)), _rows(scheduler, arrival).to(torch.int32))
-    req.kv = ReqKvInfo(kv_allocated_len=tokens, swa_evicted_seqlen=0)
-    req.kv_committed_len = tokens
-    req._refresh_fill_ids()
-    req.set_extend_range(0, tokens)
-    if not scheduler.tree_cache.is_chunk_cache():
-        req.last_node = scheduler.tree_cache.root_node
-    maybe_cache_unfinished_req(req, scheduler.tree_cache)
+    if not arrivals:
+        return
+    pool, size = scheduler.req_to_token_pool, scheduler.page_size
+    pool.alloc([arrival.req for arrival in arrivals])
+    rows = _slots(scheduler, [page for arrival in arrivals for page in arrival.pages]).to(torch.int32)
+    first = 0
+    for arrival in arrivals:
+        req, tokens = arrival.req, arrival.kv_tokens
+        pool.write((req.req_pool_idx, slice(0, tokens)), rows[first : first + tokens])
+        first += len(arrival.pages) * size
+        req.kv = ReqKvInfo(kv_allocated_len=tokens, swa_evicted_seqlen=0)
+        req.kv_committed_len = tokens
+        req._refresh_fill_ids()
+        req.set_extend_range(0, tokens)
+        if not scheduler.tree_cache.is_chunk_cache():
+            req.last_node = scheduler.tree_cache.root_node
+    cache_later(arrival.req for arrival in arrivals)
 
 
 def _queue(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
@@ -215,6 +237,11 @@ def expect_prefill(req: Any, *, spilled: bool) -> None:
 
 def _rows(scheduler: Any, arrival: _Arrival) -> torch.Tensor:
     """KV slots of a request's tokens in order, int64 `[kv_tokens]`."""
+    return _slots(scheduler, arrival.pages)[: arrival.kv_tokens]
+
+
+def _slots(scheduler: Any, pages: Sequence[int]) -> torch.Tensor:
+    """All KV slots of pages in order, int64 `[pages * page size]`."""
     size = scheduler.page_size
-    pages = torch.tensor(arrival.pages, dtype=torch.int64, device=scheduler.token_to_kv_pool_allocator.device)
-    return (pages[:, None] * size + torch.arange(size, device=pages.device)).reshape(-1)[: arrival.kv_tokens]
+    first = torch.tensor(pages, dtype=torch.int64, device=scheduler.token_to_kv_pool_allocator.device) * size
+    return (first[:, None] + torch.arange(size, device=first.device)).reshape(-1)

@@ -5,6 +5,7 @@ All of it happens inside the scheduler's dispatcher, on all ranks in the same it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from sglang_adapt.core.laps import Laps
 from sglang_adapt.upstream.handoff import held as holder
 from sglang_adapt.upstream.handoff.agree import on_all_ranks
 from sglang_adapt.upstream.handoff.held import Held
+from sglang_adapt.upstream.handoff.late_cache import forget
 from sglang_adapt.upstream.handoff.pack import pack
 from sglang_adapt.upstream.handoff.quiesce import check_room, drain, put_back, requests_of, take
 from sglang_adapt.upstream.handoff.refusals import reason_to_stay
@@ -69,6 +71,7 @@ def export(scheduler: Any, epoch: int, laps: Laps) -> Export:
         OtherRankFailedError: likewise.
     """
     drain(scheduler)
+    forget()
     laps.lap("drain")
     staying = unexportable(scheduler)
     parts, requests = on_all_ranks(scheduler, "export", lambda: _hand_out(scheduler, staying))
@@ -141,8 +144,8 @@ def _hand_out(scheduler: Any, staying: dict[str, str]) -> tuple[list[_Part], lis
     """All requests but those that stay, as parts and, on rank 0, as messages; in the order to take them up in."""
     chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
     waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
-    parts = [
-        _part(scheduler, req, kind)
+    wanted = [
+        (req, kind)
         for kind, reqs in (
             (RequestKind.RUNNING, scheduler.running_batch.reqs),
             (RequestKind.PREFILLING, chunked),
@@ -151,26 +154,42 @@ def _hand_out(scheduler: Any, staying: dict[str, str]) -> tuple[list[_Part], lis
         for req in reqs
         if req.rid not in staying
     ]
+    tokens = [_kv_tokens(req, kind) for req, kind in wanted]
+    pages = _pages(scheduler, [req for req, _ in wanted], tokens)
+    parts = [
+        _Part(req, kind, count, row, req.cache_protected_len // scheduler.page_size if count else 0)
+        for (req, kind), count, row in zip(wanted, tokens, pages, strict=True)
+    ]
     if scheduler.ps.tp_rank != 0:
         return parts, []
     return parts, [pack(part.req, part.kind, part.kv_tokens) for part in parts]
 
 
-def _part(scheduler: Any, req: Any, kind: RequestKind) -> _Part:
+def _kv_tokens(req: Any, kind: RequestKind) -> int:
+    """Tokens of a request that have KV. Raises ExportError if stock says otherwise."""
     if kind is RequestKind.WAITING:
         if req.kv is not None:
             raise ExportError(f"request {req.rid} waits, but holds {req.kv.kv_allocated_len} tokens of KV")
-        return _Part(req, kind, 0, [], 0)
-    tokens = req.seqlen - 1 if kind is RequestKind.RUNNING else req.extend_range.end
+        return 0
+    tokens: int = req.seqlen - 1 if kind is RequestKind.RUNNING else req.extend_range.end
     if not tokens == req.kv_committed_len == req.kv.kv_allocated_len or req.inflight_middle_chunks:
         raise ExportError(
             f"request {req.rid} should be {kind} with {tokens} tokens of KV, but has {req.kv_committed_len} committed, "
             f"{req.kv.kv_allocated_len} allocated and {req.inflight_middle_chunks} chunks in flight"
         )
-    size = scheduler.page_size
-    row = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx, :tokens:size]
-    pages = torch.div(row, size, rounding_mode="floor").tolist()
-    return _Part(req, kind, tokens, pages, req.cache_protected_len // size)
+    return tokens
+
+
+def _pages(scheduler: Any, reqs: Sequence[Any], tokens: Sequence[int]) -> list[list[int]]:
+    """Pages of each request's first tokens, in order; the device is asked once for all."""
+    size, most = scheduler.page_size, max(tokens, default=0)
+    if not most:
+        return [[] for _ in reqs]
+    table = scheduler.req_to_token_pool.req_to_token
+    # Requests without KV have no slot; row 0 stands in for theirs, of which nothing is taken.
+    slots = [req.req_pool_idx if count else 0 for req, count in zip(reqs, tokens, strict=True)]
+    rows = table[torch.tensor(slots, device=table.device), :most:size].cpu().numpy() // size
+    return [row[: -(-count // size)].tolist() for row, count in zip(rows, tokens, strict=True)]
 
 
 def _tell_aborted(scheduler: Any, held: Held, rids: set[str]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+from array import array
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
 from sglang_adapt.upstream.handoff.state import CARRIED
@@ -20,13 +23,17 @@ class _Packed:
     """The pickle's content.
 
     Attributes:
-        attributes: values of CARRIED, less the sampling parameters' way back to the request.
+        attributes: values of CARRIED, less `tokens` and the sampling parameters' way back to the request.
+        tokens: the attributes that are lists of token ids, of which a long prompt has most of a request's bytes; int32.
+        aliases: attributes that are the same list as another one.
         clocks: the numbers of its `time_stats`. Stock's own pickle drops them; they are readings of a clock that all
             processes of a machine share.
         has_grammar: it was being decoded under a grammar.
     """
 
     attributes: dict[str, Any]
+    tokens: dict[str, bytes]
+    aliases: dict[str, str]
     clocks: dict[str, float]
     has_grammar: bool
 
@@ -47,7 +54,9 @@ def pack(req: Any, kind: RequestKind, kv_tokens: int) -> CarriedRequest:
     if isinstance(params.custom_params, dict):
         params.custom_params = {key: value for key, value in params.custom_params.items() if key != "__req__"}
     clocks = {name: value for name, value in vars(req.time_stats).items() if type(value) in (int, float)}
-    state = pickle.dumps(_Packed(attributes, clocks, req.grammar is not None), protocol=pickle.HIGHEST_PROTOCOL)
+    tokens, aliases = _take_tokens(attributes)
+    packed = _Packed(attributes, tokens, aliases, clocks, req.grammar is not None)
+    state = pickle.dumps(packed, protocol=pickle.HIGHEST_PROTOCOL)
     most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
     return CarriedRequest(req.rid, kind, kv_tokens, req.seqlen, most, req.priority, state)
 
@@ -68,7 +77,12 @@ def unpack(carried: CarriedRequest, scheduler: Any) -> Unpacked:
         ) from error
     if not isinstance(packed, _Packed) or packed.attributes["rid"] != carried.rid:
         raise UnpackError(f"request {carried.rid}: its state is not that of this request")
-    attributes = dict(packed.attributes)
+    attributes = packed.attributes
+    attributes |= {
+        name: array("q", np.frombuffer(data, np.int32).astype(np.int64).tobytes())
+        for name, data in packed.tokens.items()
+    }
+    attributes |= {name: attributes[other] for name, other in packed.aliases.items()}
     req = Req(
         carried.rid,
         "",
@@ -81,3 +95,25 @@ def unpack(carried: CarriedRequest, scheduler: Any) -> Unpacked:
     vars(req.time_stats).update(packed.clocks)
     req.tokenizer = scheduler.tokenizer
     return Unpacked(req, carried, packed.has_grammar)
+
+
+def _take_tokens(attributes: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Take the lists of token ids out of the attributes: `_Packed.tokens` and `aliases`. One with a number that is no
+    int32 stays: stock has hashes in place of the tokens of images."""
+    tokens: dict[str, bytes] = {}
+    aliases: dict[str, str] = {}
+    lists: dict[int, str] = {}
+    for name, value in list(attributes.items()):
+        if type(value) is not array or value.typecode != "q":
+            continue
+        if (other := lists.get(id(value))) is not None:
+            aliases[name] = other
+            del attributes[name]
+            continue
+        ids = np.frombuffer(value, np.int64)
+        narrow = ids.astype(np.int32)
+        if np.array_equal(narrow, ids):
+            lists[id(value)] = name
+            tokens[name] = narrow.tobytes()
+            del attributes[name]
+    return tokens, aliases

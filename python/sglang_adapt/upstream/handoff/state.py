@@ -16,7 +16,7 @@ class UnknownReqStateError(RuntimeError):
 
 CARRIED = frozenset(
     """
-    rid origin_input_ids origin_input_ids_unpadded output_ids full_untruncated_fill_ids session_id
+    rid origin_input_ids origin_input_ids_unpadded output_ids session_id
     extend_batch_idx decode_batch_idx http_worker_ipc
     require_reasoning _is_reasoning_over reasoning_tokens _think_end_match_len
     sampling_params custom_logit_processor return_hidden_states return_hidden_states_mode hidden_states
@@ -42,6 +42,7 @@ REBUILT = frozenset(
     """
     tokenizer metrics_collector time_stats grammar grammar_key _think_end_matcher
     req_pool_idx kv kv_committed_len extend_range prefix_indices cache_protected_len inflight_middle_chunks
+    full_untruncated_fill_ids
     last_node last_host_node best_match_node host_hit_length swa_host_hit_length mamba_host_hit_length
     storage_hit_length swa_uuid_for_lock swa_prefix_lock_released skip_lock_node_ids swa_evict_floor
     """.split()  # noqa: SIM905 -- a line for each part of a request
