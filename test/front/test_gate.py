@@ -36,12 +36,16 @@ class Router:
         self.asked: list[AdmitRequest] = []
         self.refusals = list(refusals)
         self.told: list[SloConfig] = []
+        self.returned: list[int] = []
 
     async def admit(self, request: AdmitRequest) -> AdmitAnswer:
         self.asked.append(request)
         if self.refusals:
             return AdmitAnswer(request.id, False, *self.refusals.pop(0))
         return AdmitAnswer(request.id, True)
+
+    async def give_back(self, request_id: int) -> None:
+        self.returned.append(request_id)
 
     async def tell(self, config: SloConfig) -> None:
         self.told.append(config)
@@ -56,7 +60,7 @@ def test_terms_size_and_length_of_a_request_are_read() -> None:
     router = Router()
     gate = Gate(tier_settings(), router)
     admitted = enter(gate, b'{"service_tier": "strict", "prompt": "%s", "max_tokens": 7}' % (b"x" * 4000))
-    assert admitted == Admitted(1, Terms("strict", 300.0, 10.0))
+    assert admitted == Admitted(router.asked[0]) and admitted.terms == Terms("strict", 300.0, 10.0)
     asked = router.asked[0]
     assert (asked.terms.tier, asked.output) == ("strict", 7)
     assert 1000 <= asked.tokens <= 1020
@@ -150,11 +154,118 @@ def served(gate: Gate, path: str, **headers: str) -> tuple[httpx.Response, list[
 
 
 def test_a_ticket_goes_before_the_request_and_the_tier_comes_back() -> None:
-    answer, sent = served(Gate(tier_settings(), Router()), "/generate", **{"x-adapt-tier": "strict"})
+    router = Router()
+    answer, sent = served(Gate(tier_settings(), router), "/generate", **{"x-adapt-tier": "strict"})
     assert (answer.status_code, answer.text, answer.headers["x-adapt-tier"]) == (200, "done", "strict")
     assert sent[0] == b'{"a": 1}'
-    assert [wire.ticket_of(data) for data in sent[1:]] == [("r1", 1), ("r1", 1)]
+    assert [wire.ticket_of(data) for data in sent[1:]] == [("r1", router.asked[0]), ("r1", router.asked[0])]
+    assert router.returned == []
     assert wire.peek_tag(sent[1]) == wire.TICKET
+
+
+def through(gate: Gate, app: Any, path: str, receive: Any) -> list[dict[str, Any]]:
+    """What an app behind the layer sends for one request."""
+    sent: list[dict[str, Any]] = []
+    layer = AdaptLayer(app, Link(), 1.0, lambda: None, lambda: None, gate)  # type: ignore[arg-type, return-value]
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"x-adapt-tier", b"strict")]}
+    asyncio.run(layer(scope, receive, send))
+    return sent
+
+
+async def whole_body() -> dict[str, Any]:
+    return {"type": "http.request", "body": b"{}"}
+
+
+def test_a_place_is_given_back_if_nothing_was_tokenized() -> None:
+    """Stock has refused the request, or its client has gone."""
+    router = Router()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise OSError("the client has gone")
+
+    with pytest.raises(OSError, match="gone"):
+        through(Gate(tier_settings(), router), app, "/generate", whole_body)
+    assert router.returned == [router.asked[0].id]
+
+
+def test_a_client_that_goes_while_the_router_is_asked_gives_its_place_back() -> None:
+    class Slow(Router):
+        async def admit(self, request: AdmitRequest) -> AdmitAnswer:
+            self.asked.append(request)
+            started.set()
+            return await asyncio.Future()
+
+    router = Slow()
+
+    async def run() -> None:
+        nonlocal started
+        started = asyncio.Event()
+        task = asyncio.create_task(Gate(tier_settings(), router).enter([], b"{}"))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    started: asyncio.Event
+    asyncio.run(run())
+    assert router.returned == [router.asked[0].id]
+
+
+def test_a_client_that_goes_before_its_body_has_come_is_not_asked_for() -> None:
+    router = Router()
+    parts = iter(({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}))
+
+    async def receive() -> dict[str, Any]:
+        return next(parts)
+
+    assert through(Gate(tier_settings(), router), None, "/generate", receive) == []
+    assert router.asked == []
+
+
+def test_a_router_that_drains_meanwhile_is_a_503() -> None:
+    class Draining(Router):
+        async def admit(self, request: AdmitRequest) -> AdmitAnswer:
+            return AdmitAnswer(request.id, False, reason="the server is shutting down", draining=True)
+
+    refusal = enter(Gate(tier_settings(), Draining()))
+    assert (refusal.status, refusal.code) == (503, "draining")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "bodies", "wanted"),
+    [
+        ("/v1/chat/completions", b"application/json", [b'{"id":1}'], [b'{"service_tier":"strict","id":1}']),
+        ("/v1/completions", b"application/json", [b'{"id":1}'], [b'{"id":1}']),
+        (
+            "/v1/chat/completions",
+            b"text/event-stream; charset=utf-8",
+            [b'data: {"id":1}\n\ndata: {"id":2}\n\n', b"data: [DONE]\n\n"],
+            [
+                b'data: {"service_tier":"strict","id":1}\n\ndata: {"service_tier":"strict","id":2}\n\n',
+                b"data: [DONE]\n\n",
+            ],
+        ),
+    ],
+)
+def test_the_tier_is_in_the_body_where_the_api_has_it(
+    path: str, kind: bytes, bodies: list[bytes], wanted: list[bytes]
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", kind)]
+        if kind == b"application/json":
+            headers.append((b"content-length", str(len(bodies[0])).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for body in bodies:
+            await send({"type": "http.response.body", "body": body, "more_body": body is not bodies[-1]})
+
+    start, *rest = through(Gate(tier_settings(), Router()), app, path, whole_body)
+    assert [message["body"] for message in rest] == wanted
+    lengths = [int(value) for name, value in start["headers"] if name == b"content-length"]
+    assert lengths in ([], [len(wanted[0])])
 
 
 def test_work_without_tokens_has_no_ticket() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,8 +95,12 @@ def test_a_refusal_says_what_would_have_been_and_when_to_come_again() -> None:
     assert "within 1000 ms" in decision.reason and "at best 5011" in decision.reason
     # 5,011 ms less the 900 that it may take.
     assert decision.retry_after_s == 5
-    with pytest.raises(ValueError, match="no engine"):
-        admit(STRICT, [], reject=False, waiting=0, queue_limit=1)
+
+
+def test_while_no_engine_serves_requests_wait_up_to_the_limit() -> None:
+    assert admit(STRICT, [], reject=True, waiting=0, queue_limit=1).outcome is Outcome.BEST_EFFORT
+    refused = admit(STRICT, [], reject=False, waiting=1, queue_limit=1)
+    assert (refused.outcome, refused.retry_after_s) == (Outcome.REFUSED, 1)
 
 
 def test_room_that_costs_no_target() -> None:

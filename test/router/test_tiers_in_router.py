@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import fields
 from router_fakes import World
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, TokenizedEmbeddingReqInput
 
 from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.core.messages import AdmitRequest, RequestReport
@@ -60,13 +64,13 @@ class Tiered(World):
         for received in self.received.values():
             received.clear()
 
-    def ask(self, tier: str, tokens: int = 8) -> tuple[int, bool, int]:
-        """(ticket, admitted, retry after) of a request that has just arrived."""
+    def ask(self, tier: str, tokens: int = 8) -> tuple[AdmitRequest, bool, int]:
+        """(as it was asked, admitted, retry after) of a request that has just arrived."""
         self._tickets += 1
         terms = request_terms(CONFIG, tier)
         request = AdmitRequest(self._tickets, terms, tokens, 4, self.now)
         answer = self.admission.ask(request, self.router.serving())
-        return request.id, answer.admitted, answer.retry_after_s
+        return request, answer.admitted, answer.retry_after_s
 
     def arrive(self, rid: str, tier: str, tokens: int = 8) -> bool:
         ticket, admitted, _ = self.ask(tier, tokens)
@@ -128,8 +132,86 @@ def test_a_place_is_kept_for_an_admitted_request_for_a_time() -> None:
     assert world.ask("picky", 50)[1]
 
 
-def test_a_queue_is_bounded() -> None:
+def test_a_place_that_is_given_back_is_free() -> None:
+    world = Tiered("tp2@0-1")
+    ticket, admitted, _ = world.ask("picky", 50)
+    assert admitted and not world.ask("picky", 50)[1]
+    world.admission.give_back(ticket.id)
+    assert world.ask("picky", 50)[1]
+
+
+def test_terms_are_known_however_late_a_request_comes() -> None:
+    """Stock may send the requests of one call one after the other."""
+    world = Tiered("tp2@0-1")
+    ticket, _, _ = world.ask("picky")
+    for rid in ("first", "second"):
+        world.router.on_front_message(wire.encode_ticket(rid, ticket))
+        world.request(rid)
+        world.now += 2 * TICKET_MS
+        world.finish("tp2@0-1", rid)
+    assert [report.terms.tier for report in world.reports] == ["picky", "picky"]
+    assert world.admission._named == {}
+
+
+def test_a_request_that_lost_its_engine_to_a_switch_keeps_its_terms() -> None:
+    """The engine dies under the hands of the router while a switch holds the others."""
+    world = Tiered("tp2@0-1")
+    world.router.pause([])
+    world.connected["tp2@0-1"] = False
+    world.router._out = replace(world.router._out, lost=lambda engine: world.router._dispatch.remove(engine.name))
+    world.arrive("r", "picky")
+    assert world.router.in_flight == 1 and world.seen("tp2@0-1") == []
+    world.router.activate(parse_layout("tp1@0,tp1@1", (1, 2), 2))
+    world.finish("tp1@0", "r")
+    assert [report.terms.tier for report in world.reports] == ["picky"]
+    assert world.admission._waiting.total() == 0
+    world.check()
+
+
+def test_work_that_gives_no_tokens_is_not_admitted_by_tiers() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    embed = {field.name: None for field in fields(TokenizedEmbeddingReqInput) if field.required}
+    world.send(TokenizedEmbeddingReqInput(**embed | {"rid": "e", "input_ids": array("q", range(90))}))
+    assert [wire.request_head(data)[0] for data in world.received["tp2@0-1"]] == ["long", "e"]
+    assert "e" not in world.admission._records
+
+
+def test_a_request_for_no_token_waits_for_its_answer() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("r", "strict")
+    world.now += 9
+    world.finish("tp2@0-1", "r")
+    assert (world.reports[0].ttft_ms, world.reports[0].met) == (9.0, (True, True))
+
+
+def test_a_target_of_one_request_holds_up_nobody_else() -> None:
+    """Room is left for tiers that are to be expected, not for whatever target a client has named."""
+    world = Tiered("tp2@0-1")
+    terms = request_terms(CONFIG, "strict", tpot_header="2.1")
+    world.router.on_front_message(wire.encode_ticket("odd", AdmitRequest(99, terms, 1, 4, world.now)))
+    world.request("odd", 1)
+    world.finish("tp2@0-1", "odd")
+    world.arrive("s", "strict", tokens=1)
+    world.arrive("n", "night", tokens=1)
+    assert world.seen("tp2@0-1") == ["odd", "s", "n"]
+
+
+def test_nothing_is_remembered_of_what_a_drain_refuses() -> None:
+    world = Tiered("tp2@0-1")
+    ticket, _, _ = world.ask("strict")
+    world.router.accepting = False
+    world.router.on_front_message(wire.encode_ticket("r", ticket))
+    world.request("r")
+    assert [message.rid for message in world.tokenizer] == ["r"]
+    assert (world.admission._named, world.admission._records, dict(world.admission._tickets)) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_queue_is_bounded(serves: bool) -> None:
     world = Tiered()
+    if not serves:
+        world.router.pause(["tp1@0", "tp1@1"])
     assert [world.ask("picky", 1)[1] for _ in range(6)] == [True] * 5 + [False]
 
 

@@ -82,7 +82,7 @@ class AdmitRequest(msgspec.Struct, frozen=True, tag=True):
     """Front to router, before a request is tokenized: will it be served? Answered by an AdmitAnswer.
 
     Attributes:
-        id: names the request in its answer; also the ticket of what is tokenized (`upstream.wire.encode_ticket`).
+        id: names the request in its answer. What is tokenized comes with all of this (`upstream.wire.encode_ticket`).
         terms: what it asks for.
         tokens: of its prompt, about.
         output: the most tokens that it may give; None if it does not say.
@@ -97,12 +97,23 @@ class AdmitRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdmitAnswer(msgspec.Struct, frozen=True, tag=True):
-    """Router to front: a request is served, or refused with a reason and the seconds after which to come again."""
+    """Router to front: a request is served, or refused with a reason and the seconds after which to come again.
+
+    Attributes:
+        draining: it is refused because the server shuts down.
+    """
 
     id: int
     admitted: bool
     retry_after_s: int = 0
     reason: str = ""
+    draining: bool = False
+
+
+class PlaceReturned(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: the admitted request `id` has gone without being tokenized; its place is free."""
+
+    id: int
 
 
 class TiersOrder(msgspec.Struct, frozen=True, tag=True):
@@ -199,7 +210,7 @@ class EngineReply(msgspec.Struct, frozen=True):
     ranks: list[RankAnswer]
 
 
-FrontToRouter = DrainRequest | StatusRequest | SwitchRequest | LayoutRequest | AdmitRequest | TiersOrder
+FrontToRouter = DrainRequest | StatusRequest | SwitchRequest | LayoutRequest | AdmitRequest | PlaceReturned | TiersOrder
 RouterToFront = RouterStatus | LayoutAnswer | AdmitAnswer | RequestReport
 
 encode = msgspec.msgpack.Encoder().encode

@@ -22,6 +22,7 @@ from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal, error_body
 from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.tier_told import TIER_IN_BODY, tier_told
 from sglang_adapt.upstream.tickets import ticket
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,8 @@ class AdaptLayer:
         read: list[MutableMapping[str, Any]] = []
         while not read or read[-1].get("more_body", False):
             read.append(await receive())
+            if read[-1]["type"] == "http.disconnect":
+                return
         body = b"".join(message.get("body", b"") for message in read)
         decided = await gate.enter(scope["headers"], body)
         if not isinstance(decided, Admitted):
@@ -203,8 +206,13 @@ class AdaptLayer:
         async def again() -> MutableMapping[str, Any]:
             return next(messages, None) or await receive()
 
-        with ticket(decided.ticket):
-            await self._app(scope, again, _with_tier(_with_retry_after(send), decided.terms.tier))
+        send = tier_told(_with_retry_after(send), decided.terms.tier, in_body=path in TIER_IN_BODY)
+        with ticket(decided.request) as admitted:
+            try:
+                await self._app(scope, again, send)
+            finally:
+                if not admitted.used:
+                    await gate.left(decided.request)
 
     def _refusal(self) -> Refusal | None:
         """Why new work is not admitted now, or None."""
@@ -271,17 +279,6 @@ async def _respond(send: Send, status: int, body: bytes, retry_after_s: int | No
         headers.append((b"retry-after", str(retry_after_s or RETRY_AFTER_S).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def _with_tier(send: Send, tier: str) -> Send:
-    """Says in a header which tier was used."""
-
-    async def wrapped(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (b"x-adapt-tier", tier.encode())]}
-        await send(message)
-
-    return wrapped
 
 
 def _with_retry_after(send: Send) -> Send:

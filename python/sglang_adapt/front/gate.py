@@ -6,6 +6,7 @@ much is refused, the gate remembers a refusal for some milliseconds and answers 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -46,18 +47,25 @@ class AsksRouter(Protocol):
         """Its answer. Raises TimeoutError."""
         ...
 
+    async def give_back(self, request_id: int) -> None:
+        """A request that was admitted, or may have been, will not come."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A request that is served.
 
     Attributes:
-        ticket: under which the router knows it.
-        terms: what it asked for.
+        request: as the router was asked.
     """
 
-    ticket: int
-    terms: Terms
+    request: AdmitRequest
+
+    @property
+    def terms(self) -> Terms:
+        """What it asked for."""
+        return self.request.terms
 
 
 class _Body(msgspec.Struct):
@@ -141,9 +149,16 @@ class Gate:
         try:
             answer = await self._router.admit(request)
         except TimeoutError:
+            # Its answer may be on the way.
+            await self.left(request)
             return Refusal(503, "no_engine", "the router does not answer; the server is starting or broken")
+        except asyncio.CancelledError:
+            await self.left(request)
+            raise
         if answer.admitted:
-            return Admitted(request.id, terms)
+            return Admitted(request)
+        if answer.draining:
+            return Refusal(503, "draining", answer.reason)
         self._on_refused(terms)
         refusal = Refusal(
             429,
@@ -156,6 +171,10 @@ class Gate:
             self._closed.clear()
         self._closed[terms] = (arrived_ms + CLOSED_MS, tokens, refusal)
         return refusal
+
+    async def left(self, request: AdmitRequest) -> None:
+        """An admitted request has gone without being tokenized: stock refused it, or its client is gone."""
+        await self._router.give_back(request.id)
 
 
 def prompt_tokens(body: bytes) -> int:

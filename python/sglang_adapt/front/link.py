@@ -99,6 +99,11 @@ class RouterLink:
         finally:
             self._admissions.pop(request.id, None)
 
+    async def give_back(self, request_id: int) -> None:
+        """An admitted request has gone without being tokenized."""
+        assert self._socket is not None
+        await self._socket.send(messages.encode(messages.PlaceReturned(request_id)))
+
     async def set_tiers(self, config: SloConfig) -> None:
         """Give the router other tiers."""
         assert self._socket is not None

@@ -152,21 +152,18 @@ def admit(job: Job, loads: Sequence[Load], *, reject: bool, waiting: int, queue_
 
     Args:
         job: the request.
-        loads: engines that serve, at least one.
+        loads: engines that serve; if there is none, as in a switch, what may wait does.
         reject: it is refused if it is not feasible.
         waiting: requests of its tier without a first token.
         queue_limit: as many of its tier may be.
-
-    Raises:
-        ValueError: no engine.
     """
-    if not loads:
-        raise ValueError("no engine serves")
     if waiting >= queue_limit:
         text = f"{waiting} requests of this tier wait, which is its limit"
         return Decision(Outcome.REFUSED, retry_after_s=retry_after_s(job, loads), reason=text)
     if job.ttft_ms is None or job.tpot_ms is None:
         return Decision(Outcome.BACKGROUND)
+    if not loads:
+        return Decision(Outcome.BEST_EFFORT)
     seen = [(forecast(job, load), load) for load in loads]
     feasible = [
         (_load(job, found), -load.cached, at) for at, (found, load) in enumerate(seen) if _fits(job, load, found)
@@ -204,7 +201,7 @@ def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
         limit = SAFETY * min(job.tpot_ms or math.inf, load.tightest_tpot_ms)
         slow = max(found.tpot_ms, found.others_tpot_ms) > limit or found.full
         waits.append(max(late, job.output / 2 * found.tpot_ms if slow else 0.0))
-    return min(60, max(1, math.ceil(min(waits) / 1000)))
+    return min(60, max(1, math.ceil(min(waits, default=0.0) / 1000)))
 
 
 def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -> int | None:

@@ -59,7 +59,6 @@ class _Ticket:
     request: AdmitRequest
     decision: Decision
     expires_ms: float
-    used: bool = False
 
 
 class Admission:
@@ -103,7 +102,7 @@ class Admission:
         self._outputs: dict[str, float] = {}
         self._prefixes: OrderedDict[bytes, str] = OrderedDict()
         self._turn = 0
-        self._seen_ms: dict[float, float] = {}
+        self._seen_ms: dict[str, float] = {}
 
     @property
     def held(self) -> int:
@@ -113,30 +112,33 @@ class Admission:
     def reload(self, config: SloConfig) -> None:
         """Other tiers from now on; what has been admitted keeps its terms."""
         self.config = config
+        names = {tier.name for tier in config.tiers}
+        self._outputs = {name: tokens for name, tokens in self._outputs.items() if name in names}
+        self._waiting += Counter()  # Drops tiers of which nothing waits.
 
     # Requests arrive.
 
     def ask(self, request: AdmitRequest, engines: Sequence[Engine]) -> AdmitAnswer:
         """Decide about a request before it is tokenized; an admitted one has its place kept for `TICKET_MS`.
 
-        While no engine serves, as in a switch, every request is admitted, to wait for one.
+        While no engine serves, as in a switch, what the queue of its tier has room for is admitted, to wait for one.
         """
         now = self._forget_tickets()
         job = self._job(request.terms, request.tokens, request.output, now - request.arrived_ms)
-        decision = Decision(Outcome.BEST_EFFORT)
-        if engines:
-            decision = self._decide(request.terms, job, self._loads(engines))
+        decision = self._decide(request.terms, job, self._loads(engines))
         if decision.outcome is Outcome.REFUSED:
             return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason)
         self._tickets[request.id] = _Ticket(request, decision, now + TICKET_MS)
         return AdmitAnswer(request.id, True)
 
-    def named(self, rid: str, ticket: int) -> None:
-        """The request `rid`, which comes next, was admitted by this ticket."""
-        found = self._tickets.get(ticket)
-        if found is not None:
-            found.used = True
-            self._named[rid] = found.request
+    def give_back(self, ticket: int) -> None:
+        """An admitted request will not come; its place is free."""
+        self._tickets.pop(ticket, None)
+
+    def named(self, rid: str, request: AdmitRequest) -> None:
+        """The request `rid`, which comes next, was admitted as this; it takes its place now."""
+        self._tickets.pop(request.id, None)
+        self._named[rid] = request
 
     def offer(self, rid: str, tokens: int, ids: bytes, engines: Sequence[Engine]) -> str | None:
         """A tokenized request has come: the engine that it goes to, or None: it is held until `next_held` names it.
@@ -148,20 +150,23 @@ class Admission:
             engines: those that serve, at least one.
         """
         now = self._forget_tickets()
-        request = self._named.pop(rid, None)
-        if request is None:
-            terms, arrived, output = request_terms(self.config), now, None
-        else:
+        request, known = self._named.pop(rid, None), self._records.get(rid)
+        if known is not None:
+            # Its engine has gone before it was sent, and a switch held it.
+            terms, arrived, output = known.terms, known.arrived_ms, known.most_output
+        elif request is not None:
             terms, arrived, output = request.terms, request.arrived_ms, request.output
+        else:
+            terms, arrived, output = request_terms(self.config), now, None
         loads = self._loads(engines, ids)
         # It has been admitted: if its place is gone by now it is late, but it is not refused any more.
         job = self._job(terms, tokens, output, now - arrived)
         decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
-        record = _Record(terms, tokens, arrived, decision, output)
-        self._records[rid] = record
+        self._records[rid] = _Record(terms, tokens, arrived, decision, output)
         if terms.tpot_ms is not None:
-            self._seen_ms[terms.tpot_ms] = now
-        self._waiting[terms.tier] += 1
+            self._seen_ms[terms.tier] = now
+        if known is None:
+            self._waiting[terms.tier] += 1
         if decision.outcome is Outcome.FEASIBLE:
             assert decision.engine is not None
             return decision.engine
@@ -248,6 +253,9 @@ class Admission:
             queue.pop(rid, None)
         if record.first_ms is None:
             self._waiting[record.terms.tier] -= 1
+            if finished:
+                # It asked for no token: its answer is what it waited for.
+                record.first_ms = self._clock_ms()
         tpot = None
         if record.first_ms is not None and record.output > 1:
             tpot = (record.last_ms - record.first_ms) / (record.output - 1)
@@ -280,7 +288,7 @@ class Admission:
     def _decide(self, terms: Terms, job: Job, loads: Sequence[Load], *, unlimited: bool = False) -> Decision:
         names = {tier.name: tier.queue_limit for tier in self.config.tiers}
         waiting = self._waiting[terms.tier] + sum(
-            ticket.request.terms.tier == terms.tier for ticket in self._tickets.values() if not ticket.used
+            ticket.request.terms.tier == terms.tier for ticket in self._tickets.values()
         )
         limit = 1 << 62 if unlimited else names.get(terms.tier, 1 << 62)
         return admit(job, loads, reject=terms.reject, waiting=waiting, queue_limit=limit)
@@ -298,7 +306,7 @@ class Admission:
         tightest: dict[str, float] = {}
         for ticket in self._tickets.values():
             name = ticket.decision.engine
-            if name is not None and not ticket.used:
+            if name is not None:
                 promised[name] += 1
                 tokens[name] += ticket.request.tokens
                 tightest[name] = min(tightest.get(name, math.inf), ticket.request.terms.tpot_ms or math.inf)
@@ -359,10 +367,11 @@ class Admission:
         return _SPARE_OF_TTFT * min(targets, default=math.inf)
 
     def _guard_ms(self) -> float:
-        """The smallest TPOT target of late."""
+        """The smallest TPOT target of tiers that had requests of late; those of single requests do not count."""
         now = self._clock_ms()
-        self._seen_ms = {target: at for target, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
-        return min(self._seen_ms, default=math.inf)
+        self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
+        targets = (tier.tpot_ms for tier in self.config.tiers if tier.name in self._seen_ms)
+        return min((target for target in targets if target is not None), default=math.inf)
 
     def _aged_on(self, engine: Engine) -> int:
         return sum(1 for rid in engine.in_flight if (record := self._records.get(rid)) is not None and record.aged)

@@ -459,6 +459,9 @@ class _Process:
             task.add_done_callback(self._asked.discard)
         elif isinstance(request, messages.AdmitRequest):
             self._control.send(messages.encode(self._admit(request)))
+        elif isinstance(request, messages.PlaceReturned):
+            if self._router.admission is not None:
+                self._router.admission.give_back(request.id)
         elif isinstance(request, messages.TiersOrder):
             if self._router.admission is not None:
                 self._router.admission.reload(request.config)
@@ -469,6 +472,8 @@ class _Process:
         """Whether a request will be served."""
         if self._router.admission is None:
             return messages.AdmitAnswer(request.id, True)
+        if not self._router.accepting:
+            return messages.AdmitAnswer(request.id, False, reason="the server is shutting down", draining=True)
         return self._router.admission.ask(request, self._router.serving())
 
     async def _answer_layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> None:

@@ -348,13 +348,16 @@ class Router:
         rid, tokens = wire.request_head(data)
         if not self.accepting:
             self._out.tokenizer(wire.encode_unavailable(rid, "the server is shutting down"))
+            if self.admission is not None:
+                self.admission.ended(rid, None, finished=False)
             return
         self._enter(rid, tokens, data)
 
     def _enter(self, rid: str, tokens: int, data: bytes) -> None:
         """A request of a client: where its tier's targets say, now or when there is room."""
         engines = self.serving()
-        if self.admission is None or not engines or rid.startswith(wire.HEALTH_RID_PREFIX):
+        generates = wire.peek_tag(data) == wire.GENERATE and not rid.startswith(wire.HEALTH_RID_PREFIX)
+        if self.admission is None or not engines or not generates:
             self._place(rid, tokens, data)
             return
         name = self.admission.offer(rid, tokens, wire.prompt_ids(data), engines)

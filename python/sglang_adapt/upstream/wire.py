@@ -12,7 +12,14 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from sglang_adapt.core.messages import EngineCall, EngineReply, decode_engine_call, decode_engine_reply, encode
+from sglang_adapt.core.messages import (
+    AdmitRequest,
+    EngineCall,
+    EngineReply,
+    decode_engine_call,
+    decode_engine_reply,
+    encode,
+)
 
 HEALTH_RID_PREFIX = "HEALTH_CHECK"
 WARMUP_RID_PREFIX = "SGLANG_ADAPT_WARMUP"
@@ -73,10 +80,10 @@ class _GenerateHead(msgspec.Struct, tag="TokenizedGenerateReqInput", array_like=
 
 
 class _Ticket(msgspec.Struct, tag="SglangAdaptTicket", array_like=True):
-    """Our own message on the socket from the front to the router: the next request of that id has this ticket."""
+    """Our own message on the socket from the front to the router: the next request of that id was admitted as this."""
 
     rid: str
-    ticket: int
+    request: AdmitRequest
 
 
 class _EmbedHead(msgspec.Struct, tag="TokenizedEmbeddingReqInput", array_like=True):
@@ -154,15 +161,15 @@ def prompt_ids(data: bytes) -> bytes:
         return b""
 
 
-def encode_ticket(rid: str, ticket: int) -> bytes:
-    """Says which `AdmitRequest` the request `rid` belongs to, which comes next on the same socket."""
-    return msgspec.msgpack.encode(_Ticket(rid, ticket))
+def encode_ticket(rid: str, request: AdmitRequest) -> bytes:
+    """Says as what the request `rid` was admitted, which comes next on the same socket."""
+    return msgspec.msgpack.encode(_Ticket(rid, request))
 
 
-def ticket_of(data: bytes) -> tuple[str, int]:
-    """(request id, ticket) of such a message."""
+def ticket_of(data: bytes) -> tuple[str, AdmitRequest]:
+    """(request id, as what it was admitted) of such a message."""
     decoded = _TICKET_OF.decode(data)
-    return decoded.rid, decoded.ticket
+    return decoded.rid, decoded.request
 
 
 def split_batch(data: bytes) -> list[bytes]:
