@@ -19,6 +19,7 @@ from sglang_adapt.policy.admission import (
     retry_after_s,
     room_for,
 )
+from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
 
 H100 = ReckonedTimes(ModelFigures(1, 32, 16_060_522_496, 131_072, 2), gpu_figures("H100")[0])
@@ -64,12 +65,19 @@ def test_time_already_waited_counts() -> None:
     assert admit(late, [Load("a", Linear())], reject=False, waiting=0, queue_limit=9).outcome is Outcome.BEST_EFFORT
 
 
-def test_a_request_may_not_break_the_targets_of_others() -> None:
-    """Its own are met, but the prompt would hold up what runs there."""
-    job = Job(1000, 10, 5000.0, 1000.0)
-    load = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0)
-    assert admit(job, [load], reject=False, waiting=0, queue_limit=9).outcome is Outcome.BEST_EFFORT
-    assert admit(Job(10, 10, 5000.0, 1000.0), [load], reject=False, waiting=0, queue_limit=9).engine == "a"
+def test_a_long_prompt_is_read_in_parts_so_that_others_keep_their_targets() -> None:
+    """Of 6 ms 5.4 may be used: a step takes 3, so an iteration has 2 tokens of the prompt beside it."""
+    bounds = Bounds(1, 1024, 64)
+    load = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0, bounds=bounds)
+    job = Job(100, 10, 5000.0, 1000.0)
+    seen = forecast(job, load)
+    assert seen.ttft_ms == 3 + 100 / 2 * (2 + 3)
+    assert seen.others_tpot_ms == pytest.approx(4 / (1 - 100 / 2000)) and is_feasible(job, load, seen)
+    assert not is_feasible(Job(100, 10, 250.0, 1000.0), load, forecast(Job(100, 10, 250.0, 1000.0), load))
+    # Where not even the smallest part fits beside a step, there is no room.
+    coarse = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0, bounds=Bounds(16, 1024, 64))
+    job = Job(1000, 10, 50_000.0, 1000.0)
+    assert admit(job, [coarse], reject=False, waiting=0, queue_limit=9).outcome is Outcome.BEST_EFFORT
 
 
 def test_least_load_wins_and_a_cached_prefix_decides_between_equals() -> None:
@@ -114,7 +122,7 @@ def test_room_that_costs_no_target() -> None:
     assert room_for(job, [idle, idle], 120.0, first=1) == 1
     # However long its prompt, an engine that does nothing takes it.
     assert room_for(Job(10_000, 1, None, None), [idle], 120.0) == 0
-    assert room_for(job, [Load("d", Linear(), 4, most_requests=4)], 1e9) is None
+    assert room_for(job, [Load("d", Linear(), 4, bounds=Bounds(1, 1 << 20, 4))], 1e9) is None
 
 
 def test_room_is_left_for_what_is_to_be_expected() -> None:
@@ -135,7 +143,7 @@ def test_room_is_left_for_what_is_to_be_expected() -> None:
 
 
 def test_old_work_gets_one_place_an_engine() -> None:
-    loads = [Load("a", Linear(), 5), Load("b", Linear(), 2), Load("c", Linear(), 9, most_requests=9)]
+    loads = [Load("a", Linear(), 5), Load("b", Linear(), 2), Load("c", Linear(), 9, bounds=Bounds(1, 1 << 20, 9))]
     assert aged_place(loads, [0, 0, 0]) == 1
     assert aged_place(loads, [0, 1, 0]) == 0
     assert aged_place(loads, [1, 1, 0]) is None
@@ -150,7 +158,7 @@ engine_loads = st.builds(
     st.floats(0, 1e6),
     st.sampled_from([10.0, 20.0, 50.0, math.inf]),
     st.floats(0, 4000),
-    st.sampled_from([64, 1 << 30]),
+    st.sampled_from([Bounds(16, 2048, 64), Bounds(1, 1 << 30, 1 << 30)]),
     st.integers(0, 2000),
 )
 jobs = st.builds(

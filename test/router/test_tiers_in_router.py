@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import fields
-from router_fakes import World
-from sglang.srt.managers.io_struct import AbortReq, TokenizedEmbeddingReqInput
+from router_fakes import World, generate
+from sglang.srt.managers.io_struct import AbortReq, TokenizedEmbeddingReqInput, msgpack_decode
 
 from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.core.messages import AdmitRequest, RequestReport
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
 from sglang_adapt.core.slo import SloConfig, Terms, Tier, WhenInfeasible, request_terms
+from sglang_adapt.policy.limits import OPEN, Bounds, Limits
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.admission import TICKET_MS, Admission
 from sglang_adapt.upstream import wire
@@ -54,7 +55,7 @@ class Tiered(World):
         self.admission = Admission(
             settings,
             {"tp1@0": 1, "tp1@1": 1, "tp2@0-1": 2},
-            {1: 16, 2: 16},
+            dict.fromkeys((1, 2), Bounds(1, 512, 16)),
             self.reports.append,
             lambda: self.now,
         )
@@ -267,6 +268,42 @@ def test_aborts_and_death_reach_what_waits() -> None:
     assert {report.ended for report in world.reports} == {"stopped"}
     assert world.router.in_flight == 0
     world.check()
+
+
+def test_an_engine_is_told_the_class_of_each_request() -> None:
+    """What was promised goes ahead, then best effort, then background work; work that has grown old is as promised."""
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    world.arrive("late", "strict", tokens=45)
+    world.arrive("night", "night", tokens=2)
+    world.arrive("old", "night", tokens=2)
+    world.now += 5000
+    world.tokens("tp2@0-1", "long", [7], 1)
+    world.finish("tp2@0-1", "long")
+    sent = {message.rid: message for message in map(msgpack_decode, world.received["tp2@0-1"])}
+    assert {rid: message.priority for rid, message in sent.items()} == {"long": 2, "late": 1, "night": 0, "old": 0}
+    assert sent["late"].input_ids == generate("late", 45).input_ids
+    world.arrive("full", "strict", tokens=80)
+    for number in range(16):
+        world.arrive(f"n{number}", "night", tokens=40)
+    world.now += 31_000
+    world.router.let_go()
+    aged = {rid: record for rid, record in world.admission._records.items() if record.aged}
+    assert len(aged) == 1
+    sent = {message.rid: message.priority for message in map(msgpack_decode, world.received["tp2@0-1"])}
+    assert [sent[rid] for rid in aged] == [2]
+
+
+def test_limits_follow_what_was_promised() -> None:
+    world = Tiered("tp2@0-1")
+    engine = world.engine("tp2@0-1")
+    world.arrive("n", "night", tokens=2)
+    assert world.admission.limits(engine) == OPEN
+    world.arrive("s", "strict", tokens=2)
+    # Of 10 ms 9 may be used; a step takes 2, so 6 tokens of the ladder (1 ms each) fit beside it, or 8 requests.
+    assert world.admission.limits(engine) == Limits(6, 8)
+    world.finish("tp2@0-1", "s")
+    assert world.admission.limits(engine) == OPEN
 
 
 def test_a_switch_of_layout_keeps_what_waits() -> None:

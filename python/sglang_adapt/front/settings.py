@@ -194,6 +194,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     """
     from sglang_adapt.upstream import front as upstream
     from sglang_adapt.upstream.entry_points import has_cuda
+    from sglang_adapt.upstream.limits import CLASS_FLAGS
 
     ours, rest = split_argv(argv)
     virtual = not has_cuda()
@@ -214,6 +215,9 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     )
     layout = _layout(ours.adapt_layout, first.tp_size, tp_sizes, gpus)
     extra = ["--random-seed", str(first.random_seed)]
+    if ours.adapt_slo_config is not None:
+        _refuse_other_orders(first)
+        extra += CLASS_FLAGS
     if not first.sleep_on_idle:
         # An engine that is not in the layout must not use a CPU core to look for work.
         extra.append("--sleep-on-idle")
@@ -401,6 +405,22 @@ def _layout(text: str | None, tp_size: int, tp_sizes: tuple[int, ...], gpus: int
     if tp not in tp_sizes:
         raise LayoutError(f"--tp-size {tp} is not among the TP sizes {', '.join(map(str, tp_sizes))}")
     return uniform_layout(tp, gpus)
+
+
+def _refuse_other_orders(args: Any) -> None:
+    """Refuse what would order an engine's requests otherwise than tiers do."""
+    reasons = (
+        (args.enable_priority_scheduling, "--enable-priority-scheduling"),
+        (args.schedule_low_priority_values_first, "--schedule-low-priority-values-first"),
+        (args.disable_priority_preemption, "--disable-priority-preemption"),
+        (args.abort_on_priority_when_disabled, "--abort-on-priority-when-disabled"),
+        (args.schedule_policy != "fcfs", f"--schedule-policy {args.schedule_policy}"),
+    )
+    for refused, flag in reasons:
+        if refused:
+            raise SettingsError(
+                f"{flag} cannot be used with --adapt-slo-config, by which tiers decide that; leave one off"
+            )
 
 
 def _refuse_unsupported(args: Any) -> None:

@@ -5,22 +5,22 @@ targets of all that runs on it, less what it has been given and has not ended. A
 *feasible* and goes to the engine with the least load. Any other waits in the router, as does background work, until an
 engine has room that costs no target (`room_for`); nothing waits for ever (`Ageing`).
 
-The model of an engine. Stock computes waiting prompts before it goes on decoding, so the first token of a request comes
-after the step in flight and all prompts before its own. Later tokens come at the time of a decode step, stretched by
-the share of time that prompts take.
+The model of an engine. It computes prompts in iterations of at most so many tokens as its tightest target allows
+(`policy.limits`), with a decode step after each. So the first token of a request comes after the step in flight, all prompts
+before its own, and the steps between. Later tokens come at the time of a decode step, stretched by the share of
+time that prompts take, or after a step and the prompts of one iteration, whichever is sooner.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_adapt.policy.limits import SAFETY, Bounds, chunk_tokens
 from sglang_adapt.policy.profile import Times
 
-SAFETY = 0.9
-"""Predictions have to stay below this part of a target."""
 FILL = 0.75
 """Work without a promise, or with a looser one, may bring an engine to this part of a target that is to be expected."""
 WINDOW_MS = 2000.0
@@ -28,6 +28,9 @@ WINDOW_MS = 2000.0
 _MOST_SHARE = 0.95
 _LOAD_STEP = 0.1
 """Loads that differ by less count as equal, so that cached prefixes decide."""
+
+
+_UNBOUNDED = Bounds(1, 1 << 30, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Load:
         context: tokens that its requests have, or will have when their prompts are computed.
         tightest_tpot_ms: smallest target of what runs within its targets; infinite if there is none.
         prefill_ms: prompts of the last time, decayed over `WINDOW_MS`.
-        most_requests: that it runs at a time.
+        bounds: of its iterations.
         cached: tokens of the job's prompt that it is believed to have cached.
         guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
     """
@@ -72,7 +75,7 @@ class Load:
     context: float = 0.0
     tightest_tpot_ms: float = math.inf
     prefill_ms: float = 0.0
-    most_requests: int = 1 << 30
+    bounds: Bounds = field(default=_UNBOUNDED)
     cached: int = 0
     guard_ms: float = math.inf
 
@@ -97,13 +100,22 @@ class Forecast:
 def forecast(job: Job, load: Load) -> Forecast:
     """Predict; all times grow with what the engine has to do."""
     new = max(1, job.tokens - load.cached)
-    step = load.times.decode_ms(load.requests, load.context)
-    ttft = job.waited_ms + step + load.times.prefill_ms(load.prefill_tokens + new, load.cached)
-    after = load.times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
-    tpot = after / (1 - min(_MOST_SHARE, load.prefill_ms / WINDOW_MS))
-    own = load.times.prefill_ms(new, load.cached)
-    others = after / (1 - min(_MOST_SHARE, (load.prefill_ms + own) / WINDOW_MS)) if load.requests else 0.0
-    return Forecast(ttft, tpot, others, load.requests >= load.most_requests)
+    times, tightest = load.times, min(load.tightest_tpot_ms, job.tpot_ms or math.inf)
+    step = times.decode_ms(load.requests, load.context)
+    chunk = chunk_tokens(times, step, tightest, load.bounds)
+    ttft = job.waited_ms + step + prompts_ms(times, load.prefill_tokens + new, load.cached, step, chunk)
+    after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
+    longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds))
+    tpot = min(longest, after / (1 - min(_MOST_SHARE, load.prefill_ms / WINDOW_MS)))
+    own = times.prefill_ms(new, load.cached)
+    others = min(longest, after / (1 - min(_MOST_SHARE, (load.prefill_ms + own) / WINDOW_MS)))
+    return Forecast(ttft, tpot, others if load.requests else 0.0, load.requests >= load.bounds.requests)
+
+
+def prompts_ms(times: Times, tokens: float, cached: float, step_ms: float, chunk: int) -> float:
+    """To compute prompts, with a step of `step_ms` between each `chunk` tokens."""
+    whole = times.prefill_ms(tokens, cached)
+    return whole if tokens <= chunk else max(whole, tokens / chunk * (times.prefill_ms(chunk, cached) + step_ms))
 
 
 def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
@@ -240,4 +252,4 @@ def aged_place(loads: Sequence[Load], aged_on: Sequence[int]) -> int | None:
 
 
 def _is_full(load: Load) -> bool:
-    return load.requests >= load.most_requests
+    return load.requests >= load.bounds.requests

@@ -14,10 +14,23 @@ from hashlib import blake2b
 
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, RequestReport
 from sglang_adapt.core.slo import SloConfig, Terms, request_terms
-from sglang_adapt.policy.admission import WINDOW_MS, Decision, Job, Load, Outcome, admit, aged_place, forecast, room_for
+from sglang_adapt.policy.admission import (
+    WINDOW_MS,
+    Decision,
+    Job,
+    Load,
+    Outcome,
+    admit,
+    aged_place,
+    forecast,
+    prompts_ms,
+    room_for,
+)
+from sglang_adapt.policy.limits import Bounds, Limits, chunk_tokens, limits_for
 from sglang_adapt.policy.profile import Corrected, Correction
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.engine import Engine
+from sglang_adapt.upstream.limits import BACKGROUND, BEST_EFFORT, FEASIBLE
 
 TICKET_MS = 5000.0
 """A request that was admitted keeps its place this long until it comes tokenized."""
@@ -31,6 +44,9 @@ _EXPECTED_MS = 10_000.0
 """A tier that has had a request in this time is expected to have another one."""
 _SPARE_OF_TTFT = 0.5
 """Work without a promise may put prompts before the next feasible request for this part of the smallest TTFT target."""
+
+
+_PRIORITY = {Outcome.FEASIBLE: FEASIBLE, Outcome.BEST_EFFORT: BEST_EFFORT, Outcome.BACKGROUND: BACKGROUND}
 
 
 @dataclass(slots=True)
@@ -67,7 +83,7 @@ class Admission:
     Args:
         settings: tiers, which there are, and speed.
         tp_of: TP size of every engine, by name.
-        most_requests: that an engine runs at a time, by TP size.
+        bounds: of an engine's iterations, by TP size.
         report: told how each request has ended.
         clock_ms: CLOCK_MONOTONIC in ms.
     """
@@ -76,7 +92,7 @@ class Admission:
         self,
         settings: TierSettings,
         tp_of: Mapping[str, int],
-        most_requests: Mapping[int, int],
+        bounds: Mapping[int, Bounds],
         report: Callable[[RequestReport], None],
         clock_ms: Callable[[], float],
     ) -> None:
@@ -87,7 +103,7 @@ class Admission:
         most = 4.0 if settings.profile is not None else 32.0
         self.corrections = {tp: Correction(most=most) for tp in self._times}
         self._tp_of = tp_of
-        self._most_requests = most_requests
+        self._bounds = bounds
         self._report = report
         self._clock_ms = clock_ms
         self._records: dict[str, _Record] = {}
@@ -204,6 +220,23 @@ class Admission:
         self._records[rid].aged = aged
         return rid, engine
 
+    def priority(self, rid: str) -> int:
+        """Stock's `priority` of a request: by what was promised. Old work counts as promised: it waits no longer."""
+        record = self._records.get(rid)
+        if record is None or record.aged:
+            return FEASIBLE
+        return _PRIORITY[record.decision.outcome]
+
+    def limits(self, engine: Engine) -> Limits:
+        """What an engine may do in an iteration now."""
+        load = self._loads([engine])[0]
+        promised = sum(
+            1
+            for rid in engine.in_flight
+            if (record := self._records.get(rid)) is not None and record.decision.outcome is Outcome.FEASIBLE
+        )
+        return limits_for(load.times, load.requests, load.context, promised, load.tightest_tpot_ms, load.bounds)
+
     # Requests run.
 
     def placed(self, rid: str, engine: Engine, ids: bytes) -> None:
@@ -218,9 +251,9 @@ class Admission:
         load = self._loads([engine], ids)[0]
         cached, times = load.cached, load.times
         # Of itself, the load has one request and its prompt.
-        record.sent_forecast_ms = times.decode_ms(load.requests - 1, load.context - record.tokens) + times.prefill_ms(
-            max(1, load.prefill_tokens - cached), cached
-        )
+        step = times.decode_ms(load.requests - 1, load.context - record.tokens)
+        chunk = chunk_tokens(times, step, load.tightest_tpot_ms, load.bounds)
+        record.sent_forecast_ms = step + prompts_ms(times, max(1, load.prefill_tokens - cached), cached, step, chunk)
         own = times.prefill_ms(max(1, record.tokens - cached), cached)
         self._prefill[name] = (self._prefill_ms(name, now) + own, now)
         for key in _keys(ids):
@@ -334,7 +367,7 @@ class Admission:
                     context,
                     tight,
                     self._prefill_ms(name, now),
-                    self._most_requests[self._tp_of[name]],
+                    self._bounds[self._tp_of[name]],
                     self._cached(name, ids),
                     guard_ms,
                 )
@@ -354,7 +387,7 @@ class Admission:
         load = self._loads([engine])[0]
         if not load.requests:
             return 0.0
-        return forecast(Job(0, 0.0, 1.0, 1.0), replace(load, requests=load.requests - 1)).tpot_ms
+        return forecast(Job(0, 0.0, None, None), replace(load, requests=load.requests - 1)).tpot_ms
 
     def _learn(self, engine: str, what: str, predicted_ms: float, actual_ms: float) -> None:
         tp = self._tp_of[engine]

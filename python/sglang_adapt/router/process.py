@@ -28,11 +28,13 @@ from sglang_adapt.kv.ledger_format import LedgerError, ledger_bytes
 from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.memory import RegionHandle, SharedMemoryError
 from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.router.limits import LimitKeeper
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.observe import make_observer, start_waves
 from sglang_adapt.router.pools import Pools
@@ -181,6 +183,14 @@ class _Process:
             lambda engine, why: self._supervisor.kill(self._specs[engine.name], why),
             lambda: 0 if self.pools is None else self.pools.epoch,
         )
+        self._limits = None
+        if self._router.admission is not None:
+            self._limits = LimitKeeper(
+                self._router.admission.limits,
+                self.calls.call,
+                lambda engine, why: self._supervisor.kill(self._specs[engine.name], why),
+                lambda: 0 if self.pools is None else self.pools.epoch,
+            )
         if self.pools is not None:
             self.modes = Modes(
                 self._router, self.pools, self._specs, self._kv_regions, self._config.switch_drain_timeout_s
@@ -211,7 +221,7 @@ class _Process:
         return Admission(
             tiers,
             {spec.name: spec.tp for spec in self._config.candidates},
-            {tp: args.max_running_requests or _MOST_REQUESTS for tp, args in self._args.server_args.items()},
+            {tp: _bounds(args) for tp, args in self._args.server_args.items()},
             self._send_report,
             lambda: time.monotonic() * 1000,
         )
@@ -527,9 +537,10 @@ class _Process:
 
     async def _let_go(self) -> None:
         """What waits for room gets it as time passes, too: prompts are forgotten, and work grows old."""
-        while self._router.admission is not None:
+        while self._limits is not None:
             await asyncio.sleep(_LET_GO_INTERVAL_S)
             self._router.let_go()
+            self._limits.refresh(self._router.serving())
 
     async def _drain(self, timeout_s: float) -> None:
         """Refuse new work, let what runs finish, stop the engines, end the process."""
@@ -554,6 +565,16 @@ class _Process:
         self._keepers.stop()
         logger.info("all engines have stopped")
         self._stopped.set_result(None)
+
+
+def _bounds(args: Any) -> Bounds:
+    """What engines with these stock ServerArgs can do in an iteration."""
+    chunk = args.chunked_prefill_size
+    return Bounds(
+        page_tokens=args.page_size or 1,
+        prefill_tokens=chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens,
+        requests=args.max_running_requests or _MOST_REQUESTS,
+    )
 
 
 def _free_port() -> int:

@@ -116,7 +116,8 @@ class Router:
             return
         while (found := self.admission.next_held(self.serving())) is not None:
             rid, name = found
-            self._place(rid, *self._held.pop(rid), name)
+            tokens, data = self._held.pop(rid)
+            self._place(rid, tokens, wire.with_priority(data, self.admission.priority(rid)), name)
 
     def status(self) -> RouterStatus:
         return RouterStatus(
@@ -362,7 +363,7 @@ class Router:
             return
         name = self.admission.offer(rid, tokens, wire.prompt_ids(data), engines)
         if name is not None:
-            self._place(rid, tokens, data, name)
+            self._place(rid, tokens, wire.with_priority(data, self.admission.priority(rid)), name)
             return
         self._held[rid] = (tokens, data)
         self.let_go()

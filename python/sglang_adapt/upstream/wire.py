@@ -8,6 +8,7 @@ forwards the bytes untouched. Only merged control answers and errors are decoded
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -159,6 +160,26 @@ def prompt_ids(data: bytes) -> bytes:
         return _IDS.decode(head.input_ids)[1]
     except msgspec.DecodeError:
         return b""
+
+
+@cache
+def _request_codec() -> Any:
+    """A decoder of stock's tokenized request that leaves all fields but `priority` as they are."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+    fields: list[tuple[str, Any]] = [
+        (name, int | None if name == "priority" else msgspec.Raw)
+        for name in TokenizedGenerateReqInput.__struct_fields__
+    ]
+    tag = GENERATE.decode()
+    return msgspec.msgpack.Decoder(msgspec.defstruct("_Request", fields, tag=tag, array_like=True))
+
+
+def with_priority(data: bytes, priority: int) -> bytes:
+    """A tokenized request with another `priority`, by which stock orders its queue; all else stays as it is."""
+    request = _request_codec().decode(data)
+    request.priority = priority
+    return msgspec.msgpack.encode(request)
 
 
 def encode_ticket(rid: str, request: AdmitRequest) -> bytes:
