@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +69,7 @@ def test_time_already_waited_counts() -> None:
 def test_a_long_prompt_is_read_in_parts_so_that_others_keep_their_targets() -> None:
     """Of 6 ms 5.4 may be used: a step takes 3, so an iteration has 2 tokens of the prompt beside it."""
     bounds = Bounds(1, 1024, 64)
-    load = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0, bounds=bounds)
+    load = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0, bounds=bounds, decoding=3)
     job = Job(100, 10, 5000.0, 1000.0)
     seen = forecast(job, load)
     assert seen.ttft_ms == 3 + 100 / 2 * (2 + 3)

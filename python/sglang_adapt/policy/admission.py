@@ -5,10 +5,10 @@ targets of all that runs on it, less what it has been given and has not ended. A
 *feasible* and goes to the engine with the least load. Any other waits in the router, as does background work, until an
 engine has room that costs no target (`room_for`); nothing waits for ever (`Ageing`).
 
-The model of an engine. It computes prompts in iterations of at most so many tokens as its tightest target allows
-(`policy.limits`), with a decode step after each. So the first token of a request comes after the step in flight, all prompts
-before its own, and the steps between. Later tokens come at the time of a decode step, stretched by the share of
-time that prompts take, or after a step and the prompts of one iteration, whichever is sooner.
+The model of an engine. While requests decode it computes prompts in iterations of at most so many tokens as the tightest
+target allows (`policy.limits`), with a decode step after each. So the first token of a request comes after the step in
+flight, all prompts before its own, and the steps between. Later tokens come at the time of a decode step, stretched by
+the share of time that prompts take, or after a step and the prompts of one iteration, whichever is sooner.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Load:
         prefill_ms: prompts of the last time, decayed over `WINDOW_MS`.
         bounds: of its iterations.
         cached: tokens of the job's prompt that it is believed to have cached.
+        decoding: those of its requests that have their first token.
         guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
     """
 
@@ -78,6 +79,7 @@ class Load:
     bounds: Bounds = field(default=_UNBOUNDED)
     cached: int = 0
     guard_ms: float = math.inf
+    decoding: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ def forecast(job: Job, load: Load) -> Forecast:
     times, tightest = load.times, min(load.tightest_tpot_ms, job.tpot_ms or math.inf)
     step = times.decode_ms(load.requests, load.context)
     chunk = chunk_tokens(times, step, tightest, load.bounds)
-    ttft = job.waited_ms + step + prompts_ms(times, load.prefill_tokens + new, load.cached, step, chunk)
+    between = step if load.decoding else 0.0
+    ttft = job.waited_ms + step + prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk)
     after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
     longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds))
     tpot = min(longest, after / (1 - min(_MOST_SHARE, load.prefill_ms / WINDOW_MS)))
@@ -113,9 +116,13 @@ def forecast(job: Job, load: Load) -> Forecast:
 
 
 def prompts_ms(times: Times, tokens: float, cached: float, step_ms: float, chunk: int) -> float:
-    """To compute prompts, with a step of `step_ms` between each `chunk` tokens."""
+    """To compute prompts, with a step of `step_ms` between each `chunk` tokens; 0 if nothing decodes."""
     whole = times.prefill_ms(tokens, cached)
-    return whole if tokens <= chunk else max(whole, tokens / chunk * (times.prefill_ms(chunk, cached) + step_ms))
+    return (
+        whole
+        if tokens <= chunk or step_ms <= 0
+        else max(whole, tokens / chunk * (times.prefill_ms(chunk, cached) + step_ms))
+    )
 
 
 def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:

@@ -253,7 +253,8 @@ class Admission:
         # Of itself, the load has one request and its prompt.
         step = times.decode_ms(load.requests - 1, load.context - record.tokens)
         chunk = chunk_tokens(times, step, load.tightest_tpot_ms, load.bounds)
-        record.sent_forecast_ms = step + prompts_ms(times, max(1, load.prefill_tokens - cached), cached, step, chunk)
+        between = step if load.decoding else 0.0
+        record.sent_forecast_ms = step + prompts_ms(times, max(1, load.prefill_tokens - cached), cached, between, chunk)
         own = times.prefill_ms(max(1, record.tokens - cached), cached)
         self._prefill[name] = (self._prefill_ms(name, now) + own, now)
         for key in _keys(ids):
@@ -347,6 +348,7 @@ class Admission:
         for engine in engines:
             name = engine.name
             unread, context, tight = tokens[name], float(tokens[name]), tightest.get(name, math.inf)
+            decoding = 0
             for rid, prompt in engine.in_flight.items():
                 record = self._records.get(rid)
                 if record is None:
@@ -355,6 +357,8 @@ class Admission:
                 context += prompt + record.output
                 if record.first_ms is None:
                     unread += prompt
+                else:
+                    decoding += 1
                 if record.decision.outcome is Outcome.FEASIBLE and record.terms.tpot_ms is not None:
                     tight = min(tight, record.terms.tpot_ms)
             requests = len(engine.in_flight) + promised[name]
@@ -370,6 +374,7 @@ class Admission:
                     self._bounds[self._tp_of[name]],
                     self._cached(name, ids),
                     guard_ms,
+                    decoding,
                 )
             )
         return loads
