@@ -5,8 +5,8 @@ targets of all that runs on it, less what it has been given and has not ended. A
 *feasible* and goes to the engine with the least load. Any other waits in the router, as does background work, until an
 engine has room that costs no target (`room_for`); nothing waits for ever (`Ageing`).
 
-The model of an engine. While requests decode it computes prompts in iterations of at most so many tokens as the tightest
-target allows (`policy.limits`), with a decode step after each. So the first token of a request comes after the step in
+The model of an engine. While requests decode it computes prompts in iterations of at most so many tokens as its
+tightest target allows (`policy.limits`), with a decode step after each. So the first token of a request comes after the step in
 flight, all prompts before its own, and the steps between. Later tokens come at the time of a decode step, stretched by
 the share of time that prompts take, or after a step and the prompts of one iteration, whichever is sooner.
 """
@@ -66,6 +66,7 @@ class Load:
         bounds: of its iterations.
         cached: tokens of the job's prompt that it is believed to have cached.
         decoding: those of its requests that have their first token.
+        preemptible: those of its requests that give way to one with targets.
         guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
     """
 
@@ -80,6 +81,7 @@ class Load:
     cached: int = 0
     guard_ms: float = math.inf
     decoding: int = 0
+    preemptible: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ def forecast(job: Job, load: Load) -> Forecast:
     tpot = min(longest, after / (1 - min(_MOST_SHARE, load.prefill_ms / WINDOW_MS)))
     own = times.prefill_ms(new, load.cached)
     others = min(longest, after / (1 - min(_MOST_SHARE, (load.prefill_ms + own) / WINDOW_MS)))
-    return Forecast(ttft, tpot, others if load.requests else 0.0, load.requests >= load.bounds.requests)
+    stay = load.requests if job.tpot_ms is None else load.requests - load.preemptible
+    return Forecast(ttft, tpot, others if load.requests else 0.0, stay >= load.bounds.requests)
 
 
 def prompts_ms(times: Times, tokens: float, cached: float, step_ms: float, chunk: int) -> float:

@@ -348,7 +348,7 @@ class Admission:
         for engine in engines:
             name = engine.name
             unread, context, tight = tokens[name], float(tokens[name]), tightest.get(name, math.inf)
-            decoding = 0
+            decoding = preemptible = 0
             for rid, prompt in engine.in_flight.items():
                 record = self._records.get(rid)
                 if record is None:
@@ -359,6 +359,7 @@ class Admission:
                     unread += prompt
                 else:
                     decoding += 1
+                preemptible += self.priority(rid) == BACKGROUND
                 if record.decision.outcome is Outcome.FEASIBLE and record.terms.tpot_ms is not None:
                     tight = min(tight, record.terms.tpot_ms)
             requests = len(engine.in_flight) + promised[name]
@@ -375,6 +376,7 @@ class Admission:
                     self._cached(name, ids),
                     guard_ms,
                     decoding,
+                    preemptible,
                 )
             )
         return loads
