@@ -167,6 +167,12 @@ jobs = st.builds(
 )
 
 
+def test_background_work_gives_way() -> None:
+    full = Load("a", Linear(), 4, bounds=Bounds(1, 1024, 4), preemptible=1)
+    assert admit(Job(1, 1, 100.0, 100.0), [full], reject=False, waiting=0, queue_limit=9).engine == "a"
+    assert room_for(Job(1, 1, None, None), [full], 1e9) is None
+
+
 @given(jobs, st.lists(engine_loads, min_size=1, max_size=5), st.booleans())
 @settings(deadline=None)
 def test_feasible_means_every_target_is_predicted_to_hold(job: Job, loads: list[Load], reject: bool) -> None:
@@ -196,7 +202,7 @@ def test_more_to_do_never_makes_an_infeasible_request_feasible(
         load.context + context,
         load.tightest_tpot_ms,
         load.prefill_ms + prefill_ms,
-        load.most_requests,
+        load.bounds,
         load.cached,
     )
     if is_feasible(job, more, forecast(job, more)):

@@ -271,7 +271,7 @@ def test_aborts_and_death_reach_what_waits() -> None:
 
 
 def test_an_engine_is_told_the_class_of_each_request() -> None:
-    """What was promised goes ahead, then best effort, then background work; work that has grown old is as promised."""
+    """Promised, best effort, background; background work that has grown old is as promised."""
     world = Tiered("tp2@0-1")
     world.arrive("long", "strict", tokens=80)
     world.arrive("late", "strict", tokens=45)
@@ -280,6 +280,8 @@ def test_an_engine_is_told_the_class_of_each_request() -> None:
     world.now += 5000
     world.tokens("tp2@0-1", "long", [7], 1)
     world.finish("tp2@0-1", "long")
+    world.tokens("tp2@0-1", "late", [7], 1)
+    world.finish("tp2@0-1", "late")
     sent = {message.rid: message for message in map(msgpack_decode, world.received["tp2@0-1"])}
     assert {rid: message.priority for rid, message in sent.items()} == {"long": 2, "late": 1, "night": 0, "old": 0}
     assert sent["late"].input_ids == generate("late", 45).input_ids
