@@ -6,9 +6,9 @@ targets of all that runs on it, less what it has been given and has not ended. A
 engine has room that costs no target (`room_for`); nothing waits for ever (`Ageing`).
 
 The model of an engine. While requests decode it computes prompts in iterations of at most so many tokens as its
-tightest target allows (`policy.limits`), with a decode step after each. So the first token of a request comes after the step in
-flight, all prompts before its own, and the steps between. Later tokens come at the time of a decode step, stretched by
-the share of time that prompts take, or after a step and the prompts of one iteration, whichever is sooner.
+tightest target allows (`policy.limits`), with a decode step after each. So the first token of a request comes after the
+step in flight, all prompts before its own, and the steps between. Later tokens come at the time of a decode step,
+stretched by the share of time that prompts take, or after a step and the prompts of an iteration, if that is sooner.
 """
 
 from __future__ import annotations
