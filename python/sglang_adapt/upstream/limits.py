@@ -62,9 +62,7 @@ def set_limits(scheduler: Any, prefill_tokens: int | None, requests: int | None)
     from sglang.srt.runtime_context import get_context
 
     if prefill_tokens is not None and (prefill_tokens < 1 or prefill_tokens % scheduler.page_size):
-        raise LimitsError(
-            f"{prefill_tokens} prompt tokens an iteration are no multiple of a page, {scheduler.page_size}"
-        )
+        raise LimitsError(f"{prefill_tokens} prompt tokens are no multiple of a page, which has {scheduler.page_size}")
     most = scheduler.max_running_requests
     if requests is not None and not 1 <= requests <= most:
         raise LimitsError(f"{requests} requests cannot be the limit of an engine that runs 1 to {most}")
