@@ -42,7 +42,8 @@ def limited(
     gpus = ["--adapt-virtual-gpus", "2", "--max-running-requests", str(SLOTS)]
     key = make_settings(gpus, "/nowhere", "forkserver").tiers.key
     prefill = (PrefillPoint(1, 0, 1000.0), PrefillPoint(1000, 0, 1e6))
-    sizes = tuple(TpProfile(tp, prefill, (DecodePoint(1, 1, 5.0), DecodePoint(8, 1, 5.0))) for tp in (1, 2))
+    decode = tuple(DecodePoint(batch, context, 5.0) for batch in (1, 8) for context in (1, 8192))
+    sizes = tuple(TpProfile(tp, prefill, decode) for tp in (1, 2))
     write_profile(profile, Profile(key, sizes))
     flags = ["--adapt-slo-config", str(config), "--adapt-profile", str(profile), "--adapt-layout", request.param]
     server = start("limited", *gpus, *flags)
@@ -116,6 +117,7 @@ def test_background_work_gives_way_and_goes_on(limited: Server) -> None:
     short = ask(limited, [5, 6], 4, "night")
     streams = [Stream(limited, prompt, 400, "night") for prompt in prompts]
     for stream in streams[:SLOTS]:
+        # Two engines have all of them, one has as many as it runs.
         stream.started()
     assert ask(limited, [5, 6], 4, "strict") == short
     assert any(len(stream.output) < 400 for stream in streams)

@@ -147,6 +147,7 @@ class _Process:
                 lost=self._not_taking,
                 replied=lambda engine, data: self.calls.on_reply(engine.name, data),
                 stranded=lambda: self._repair.wake(),
+                placed=self._placed,
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
             admission=self._make_admission(),
@@ -453,6 +454,11 @@ class _Process:
         self._report.send(report)
         self._report.close()
         self._report = None
+
+    def _placed(self, engine: Engine) -> None:
+        """What it has been given may need tighter limits, before the next prompt comes."""
+        if self._limits is not None:
+            self._limits.refresh([engine])
 
     def _not_taking(self, engine: Engine) -> None:
         self._supervisor.kill(self._specs[engine.name], "it does not take messages any more")

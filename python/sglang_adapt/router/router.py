@@ -33,6 +33,7 @@ class Outlets:
         lost: called with an engine that does not take messages any more.
         replied: called with an engine's reply to a call of the router's own (`calls.py`).
         stranded: called when requests have lost their engine.
+        placed: called with an engine that has been sent a request.
     """
 
     tokenizer: Callable[[bytes], None]
@@ -42,6 +43,7 @@ class Outlets:
     lost: Callable[[Engine], None]
     replied: Callable[[Engine, bytes], None]
     stranded: Callable[[], None] = lambda: None
+    placed: Callable[[Engine], None] = lambda engine: None
 
 
 _MAY_SERVE = (EngineState.STARTING, EngineState.READY, EngineState.DEAD)
@@ -394,6 +396,7 @@ class Router:
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
             self.admission.placed(rid, engine, wire.prompt_ids(data))
+        self._out.placed(engine)
 
     def _on_batch(self, data: bytes) -> None:
         for request in wire.split_batch(data):
