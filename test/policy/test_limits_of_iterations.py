@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_adapt.policy.limits import OPEN, SAFETY, Bounds, Limits, chunk_tokens, limits_for
+from sglang_adapt.policy.limits import OPEN, SAFETY, STEPS, Bounds, Limits, chunk_tokens, limits_for
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
 
 H100 = ReckonedTimes(ModelFigures(1, 32, 16_060_522_496, 131_072, 2), gpu_figures("H100")[0])
@@ -39,7 +39,7 @@ def test_a_step_and_its_prompts_stay_below_the_target(running: int, context: flo
     limits = limits_for(H100, running, context, 0, tpot, bounds)
     chunk = bounds.prefill_tokens if limits.prefill_tokens is None else limits.prefill_tokens
     assert chunk % page == 0 and page <= chunk <= 8192
-    assert chunk == page or step + H100.prefill_ms(chunk) <= SAFETY * tpot
+    assert chunk == page or step + H100.prefill_ms(chunk) / STEPS <= SAFETY * tpot
     requests = bounds.requests if limits.requests is None else limits.requests
     assert 1 <= requests <= 256
     assert requests == 1 or H100.decode_ms(requests, context / running * requests) <= SAFETY * tpot

@@ -19,12 +19,12 @@ from sglang_adapt.front.settings import make_settings
 
 pytestmark = pytest.mark.engine
 
-# With a second for a token of a prompt and 100 s between tokens, 64 tokens of prompts go with a step (and 256 once it
+# With a second for a token of a prompt and 25 s between tokens, 64 tokens of prompts go with four steps (256 once it
 # has been learned that they take less, which is believed up to a factor of 4).
 TIERS = """\
 default: strict
 tiers:
-  - {name: strict, ttft_ms: 3600000, tpot_ms: 100000}
+  - {name: strict, ttft_ms: 3600000, tpot_ms: 25000}
   - {name: night, background: true}
 """
 MOST_PART = 4 * 96

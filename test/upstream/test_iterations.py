@@ -1,4 +1,4 @@
-"""Limits of an engine's iterations: what is set in stock's scheduler, and when a decode step goes ahead of prompts."""
+"""Limits of an engine's iterations: what is set in stock's scheduler, and when decode steps go ahead of prompts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from sglang_adapt.engine.control import EngineControl
 from sglang_adapt.upstream import limits
 from sglang_adapt.upstream.limits import PromptsTakeTurns
 
-BATCH = "a batch of prompts"
-
 
 @pytest.fixture
 def slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
@@ -28,11 +26,8 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return told
 
 
-def scheduler(chunk: int | None = 2048, extends: bool = True) -> Any:
-    last = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: extends))
-    return SimpleNamespace(
-        page_size=16, chunked_prefill_size=chunk, max_prefill_tokens=4096, max_running_requests=8, last_batch=last
-    )
+def scheduler(chunk: int | None = 2048) -> Any:
+    return SimpleNamespace(page_size=16, chunked_prefill_size=chunk, max_prefill_tokens=4096, max_running_requests=8)
 
 
 def running(*finished: bool, prefill_only: bool = False) -> Any:
@@ -77,29 +72,36 @@ def test_limits_that_cannot_be_are_refused(
     assert (stock.chunked_prefill_size, slots) == (2048, [])
 
 
-def batch_of(stock: Any, batch: Any) -> Any:
-    plan = PromptsTakeTurns.hook(
-        lambda self, running_batch: SimpleNamespace(batch_to_run=BATCH, running_batch=running_batch), stock, batch
-    )
-    assert plan.running_batch is batch
-    return plan.batch_to_run
+def batches(stock: Any, running_batch: Any, tokens: int, count: int) -> str:
+    """`p` for each batch of so many prompt tokens, `d` for each decode step."""
+    prompts = SimpleNamespace(extend_num_tokens=tokens)
+
+    def original(self: Any, running_batch: Any) -> Any:
+        return SimpleNamespace(batch_to_run=prompts, running_batch=running_batch)
+
+    plans = [PromptsTakeTurns.hook(original, stock, running_batch) for _ in range(count)]
+    assert all(plan.running_batch is running_batch for plan in plans)
+    return "".join("d" if plan.batch_to_run is None else "p" for plan in plans)
 
 
-def test_a_decode_step_follows_prompts_only_under_a_limit(slots: list[int]) -> None:
+def test_decode_steps_follow_prompts_only_under_a_limit(slots: list[int]) -> None:
     stock = scheduler()
-    assert batch_of(stock, running(False)) == BATCH
+    assert batches(stock, running(False), 64, 3) == "ppp"
     ask(stock, 64, None)
-    assert batch_of(stock, running(True, False)) is None
+    assert batches(stock, running(True, False), 64, 8) == "pddddpdd"
     ask(stock, None, None)
-    assert batch_of(stock, running(False)) == BATCH
+    assert batches(stock, running(False), 64, 3) == "ppp"
+
+
+def test_fewer_tokens_are_followed_by_fewer_steps(slots: list[int]) -> None:
+    stock = scheduler()
+    ask(stock, 64, None)
+    assert batches(stock, running(False), 16, 4) == "pdpd"
+    assert batches(stock, running(False), 17, 6) == "pddpdd"
 
 
 def test_prompts_go_on_where_nothing_decodes(slots: list[int]) -> None:
     stock = scheduler()
     ask(stock, 64, None)
     for batch in (running(), running(True), running(False, prefill_only=True)):
-        assert batch_of(stock, batch) == BATCH
-    decoded = scheduler(extends=False)
-    assert batch_of(decoded, running(False)) == BATCH
-    decoded.last_batch = None
-    assert batch_of(decoded, running(False)) == BATCH
+        assert batches(stock, batch, 64, 3) == "ppp"

@@ -6,9 +6,9 @@ targets of all that runs on it, less what it has been given and has not ended. A
 engine has room that costs no target (`room_for`); nothing waits for ever (`Ageing`).
 
 The model of an engine. While requests decode it computes prompts in iterations of at most so many tokens as its
-tightest target allows (`policy.limits`), with a decode step after each. So the first token of a request comes after the
+tightest target allows (`policy.limits`), with decode steps after each. So the first token of a request comes after the
 step in flight, all prompts before its own, and the steps between. Later tokens come at the time of a decode step,
-stretched by the share of time that prompts take, or after a step and the prompts of an iteration, if that is sooner.
+stretched by the share of time that prompts take, or by its part of the prompts of an iteration, if that is less.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_adapt.policy.limits import SAFETY, Bounds, chunk_tokens
+from sglang_adapt.policy.limits import SAFETY, STEPS, Bounds, chunk_tokens
 from sglang_adapt.policy.profile import Times
 
 FILL = 0.75
@@ -110,7 +110,7 @@ def forecast(job: Job, load: Load) -> Forecast:
     between = step if load.decoding else 0.0
     ttft = job.waited_ms + step + prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk)
     after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
-    longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds))
+    longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds)) / STEPS
     tpot = min(longest, after / (1 - min(_MOST_SHARE, load.prefill_ms / WINDOW_MS)))
     own = times.prefill_ms(new, load.cached)
     others = min(longest, after / (1 - min(_MOST_SHARE, (load.prefill_ms + own) / WINDOW_MS)))
@@ -119,12 +119,12 @@ def forecast(job: Job, load: Load) -> Forecast:
 
 
 def prompts_ms(times: Times, tokens: float, cached: float, step_ms: float, chunk: int) -> float:
-    """To compute prompts, with a step of `step_ms` between each `chunk` tokens; 0 if nothing decodes."""
+    """To compute prompts, with steps of `step_ms` between each `chunk` tokens; 0 if nothing decodes."""
     whole = times.prefill_ms(tokens, cached)
     return (
         whole
         if tokens <= chunk or step_ms <= 0
-        else max(whole, tokens / chunk * (times.prefill_ms(chunk, cached) + step_ms))
+        else max(whole, tokens / chunk * (times.prefill_ms(chunk, cached) + STEPS * step_ms))
     )
 
 

@@ -1,8 +1,8 @@
 """How much an engine may do in one iteration so that what it has promised holds: pure decisions.
 
-An iteration is a step of all requests that decode and, before it, prompts of at most so many tokens. So the time
-between two tokens is that of the step and of those prompts, and both limits follow from the tightest target that runs
-there (Nitsum, 4.2.1). The engine keeps them: `upstream/limits.py`.
+An iteration is prompts of at most so many tokens and then `STEPS` decode steps, or as many fewer as there are fewer
+tokens. So the mean time between two tokens is that of a step and of its part of those prompts, and both limits follow
+from the tightest target that runs there (Nitsum, 4.2.1). The engine keeps them: `upstream/limits.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from sglang_adapt.policy.profile import Times
 
 SAFETY = 0.9
 """Predictions have to stay below this part of a target."""
+
+STEPS = 4
+"""Decode steps for each full part of prompts. TPOT is a mean, so one large part for several steps does what small ones
+do, and a batch of prompts costs much however small it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ OPEN = Limits()
 
 
 def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds) -> int:
-    """Prompt tokens of an iteration beside a step, so that both together stay below `SAFETY` of a target.
+    """Prompt tokens of an iteration, so that a step and its part of them stay below `SAFETY` of a target.
 
     Args:
         times: of the engine.
@@ -60,7 +64,7 @@ def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds) -
     most = max(bounds.page_tokens, bounds.prefill_tokens)
     if math.isinf(tpot_ms) or step_ms <= 0:
         return most
-    spare_ms = SAFETY * tpot_ms - step_ms
+    spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
     fitting = bounds.page_tokens
     for pages in _ladder(most // bounds.page_tokens):
         if times.prefill_ms(pages * bounds.page_tokens) > spare_ms:
@@ -83,7 +87,7 @@ def limits_for(times: Times, running: int, context: float, promised: int, tpot_m
     if math.isinf(tpot_ms) or not running:
         return OPEN
     chunk = chunk_tokens(times, times.decode_ms(running, context), tpot_ms, bounds)
-    spare_ms = SAFETY * tpot_ms - times.prefill_ms(bounds.page_tokens)
+    spare_ms = SAFETY * tpot_ms - times.prefill_ms(bounds.page_tokens) / STEPS
     # What has been promised may always run, and the next one.
     fitting = min(bounds.requests, promised + 1)
     for requests in _ladder(bounds.requests):

@@ -7,10 +7,12 @@ Between the classes of requests stock's priorities decide (`CLASS_FLAGS`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_adapt.policy.limits import STEPS
 from sglang_adapt.upstream.patch import Patch
 
 FEASIBLE, BEST_EFFORT, BACKGROUND = 2, 1, 0
@@ -37,11 +39,12 @@ class LimitsError(ValueError):
 
 @dataclass(slots=True)
 class _Kept:
-    """The limits of this process's scheduler, and what it does without."""
+    """The limit of prompts of this process's scheduler, what it does without, and decode steps that are due."""
 
-    takes_turns: bool
     chunk: int | None
     most_prefill: int
+    limit: int | None = None
+    owed: int = 0
 
 
 _kept: _Kept | None = None
@@ -52,7 +55,7 @@ def set_limits(scheduler: Any, prefill_tokens: int | None, requests: int | None)
 
     Args:
         scheduler: the one of this process.
-        prefill_tokens: of prompts before each decode step, a multiple of the page size; None: as stock does.
+        prefill_tokens: of prompts for each `STEPS` decode steps, a multiple of the page size; None: as stock does.
         requests: that decode; those that run go on. None: as stock does.
 
     Raises:
@@ -67,8 +70,8 @@ def set_limits(scheduler: Any, prefill_tokens: int | None, requests: int | None)
     if requests is not None and not 1 <= requests <= most:
         raise LimitsError(f"{requests} requests cannot be the limit of an engine that runs 1 to {most}")
     if _kept is None:
-        _kept = _Kept(False, scheduler.chunked_prefill_size, scheduler.max_prefill_tokens)
-    _kept.takes_turns = prefill_tokens is not None
+        _kept = _Kept(scheduler.chunked_prefill_size, scheduler.max_prefill_tokens)
+    _kept.limit = prefill_tokens
     if _kept.chunk is None:
         # Without chunks a prompt is computed whole; the limit holds for how many are.
         scheduler.max_prefill_tokens = min(_kept.most_prefill, prefill_tokens or _kept.most_prefill)
@@ -78,10 +81,11 @@ def set_limits(scheduler: Any, prefill_tokens: int | None, requests: int | None)
 
 
 class PromptsTakeTurns(Patch):
-    """Lets a decode step follow each batch of prompts while there is a limit of prompts; stock goes on with prompts.
+    """Lets decode steps follow each batch of prompts while there is a limit of prompts; stock goes on with prompts.
 
-    A prompt that is read in chunks waits meanwhile as one that stock parks for want of room: its last chunk is cached,
-    and nothing of it changes. All ranks of an engine decide alike, by batches and limits that they all have.
+    As many of `STEPS` as the batch has of the limit. A prompt that is read in chunks waits meanwhile as one that stock
+    parks for want of room: its last chunk is cached, and nothing of it changes. All ranks of an engine decide alike, by
+    batches and limits that they all have.
 
     Source: sglang/srt/managers/scheduler.py, get_next_batch_to_run.
     """
@@ -93,17 +97,17 @@ class PromptsTakeTurns(Patch):
     def hook(original: Callable[..., Any], self: Any, running_batch: Any) -> Any:
         from sglang.srt.managers.scheduler import NextBatchPlan
 
-        last = self.last_batch
-        if (
-            _kept is not None
-            and _kept.takes_turns
-            and last is not None
-            and last.forward_mode.is_extend()
-            and not running_batch.is_prefill_only
-            and any(not req.finished() for req in running_batch.reqs)
-        ):
+        kept = _kept
+        if kept is None or kept.limit is None:
+            return original(self, running_batch)
+        decodes = not running_batch.is_prefill_only and any(not req.finished() for req in running_batch.reqs)
+        if kept.owed and decodes:
+            kept.owed -= 1
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
-        return original(self, running_batch)
+        plan = original(self, running_batch)
+        batch = plan.batch_to_run
+        kept.owed = 0 if batch is None else min(STEPS, math.ceil(STEPS * batch.extend_num_tokens / kept.limit))
+        return plan
 
 
 LIMIT_PATCHES: tuple[type[Patch], ...] = (PromptsTakeTurns,)
