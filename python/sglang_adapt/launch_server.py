@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return _run(arguments, ours.adapt_start_method or default_start_method())
+    reloads = ours.adapt_slo_config is not None
+    return _run(arguments, ours.adapt_start_method or default_start_method(), reloads)
 
 
 def default_start_method() -> str:
@@ -46,8 +47,11 @@ def default_start_method() -> str:
     return "spawn" if list(Path("/dev").glob("nvidia[0-9]*")) else "forkserver"
 
 
-def _run(argv: list[str], start_method: str) -> int:
+def _run(argv: list[str], start_method: str, reloads: bool) -> int:
     adopt_orphans()
+    if reloads:
+        # Until there is a front to pass it on to; processes that are started meanwhile inherit this.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         run_dir = make_run_dir()
     except OSError as error:
@@ -66,6 +70,8 @@ def _run(argv: list[str], start_method: str) -> int:
         stopping = _Stopping()
         _start_without_interrupts(front, start_method == "forkserver")
         stopping.pass_to(front.pid)
+        if reloads:
+            stopping.pass_reloads()
         front.join()
         code = front.exitcode or 0
         return 0 if stopping.asked and code in (0, -signal.SIGTERM, -signal.SIGKILL) else abs(code)
@@ -116,6 +122,10 @@ class _Stopping:
 
     def pass_to(self, pid: int | None) -> None:
         self._pid = pid
+
+    def pass_reloads(self) -> None:
+        """Pass SIGHUP on, upon which the front reads the tiers again."""
+        signal.signal(signal.SIGHUP, lambda signum, frame: self._forward(signal.SIGHUP))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         again, self.asked = self.asked, True

@@ -12,6 +12,7 @@ from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.engine import Engine
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.upstream import wire
@@ -20,7 +21,7 @@ from sglang_adapt.upstream import wire
 class World:
     """A router with engines tp1@0, tp1@1 and tp2@0-1; layout tp1@0,tp1@1 unless told otherwise."""
 
-    def __init__(self, layout: str = "tp1@0,tp1@1") -> None:
+    def __init__(self, layout: str = "tp1@0,tp1@1", admission: Admission | None = None) -> None:
         self.tokenizer: list[object] = []
         self.outputs: list[object] = []
         self.lost: list[str] = []
@@ -40,6 +41,7 @@ class World:
                 replied=lambda engine, data: self.replied.append((engine.name, data)),
                 stranded=lambda: self.wake(),
             ),
+            admission=admission,
         )
         for name in ("tp1@0", "tp1@1", "tp2@0-1"):
             self.connected[name] = True
@@ -95,6 +97,11 @@ class World:
         assert len(where) == sum(len(holder.in_flight) for holder in holders)
         assert {rid: holder.name for rid, holder in self.router._where.items()} == where
         assert self.router.journal.keys() == where.keys()
+        if (admission := self.router.admission) is not None:
+            assert admission._records.keys() == where.keys() | self.router._held.keys()
+            assert admission.held == len(self.router._held)
+            unread = [record for record in admission._records.values() if record.first_ms is None]
+            assert admission._waiting.total() == len(unread)
 
 
 def generate(rid: str, tokens: int = 8) -> io_struct.TokenizedGenerateReqInput:

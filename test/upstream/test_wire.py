@@ -125,3 +125,13 @@ def test_merge_internal_state_keeps_the_first_and_adds_the_engines() -> None:
     assert state["tp_size"] == 1
     assert [engine["engine"] for engine in state["adapt_engines"]] == ["tp1@0", "tp2@0-1"]
     assert state["adapt_engines"][1]["last_gen_throughput"] == 1.5
+
+
+def test_a_priority_is_set_and_nothing_else_changes() -> None:
+    request = generate("r", 70_000)
+    request.extra_key = "k"
+    before = msgpack_encode(request)
+    changed = msgpack_decode(wire.with_priority(before, 2))
+    assert changed.priority == 2
+    changed.priority = None
+    assert msgpack_encode(changed) == before

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_adapt.core.slo import SloConfig, Terms
+
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine as the router sees it.
@@ -76,6 +78,90 @@ class LayoutRequest(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class AdmitRequest(msgspec.Struct, frozen=True, tag=True):
+    """Front to router, before a request is tokenized: will it be served? Answered by an AdmitAnswer.
+
+    Attributes:
+        id: names the request in its answer. What is tokenized comes with all of this (`upstream.wire.encode_ticket`).
+        terms: what it asks for.
+        tokens: of its prompt, about.
+        output: the most tokens that it may give; None if it does not say.
+        arrived_ms: when it arrived, by CLOCK_MONOTONIC, which all processes share.
+    """
+
+    id: int
+    terms: Terms
+    tokens: int
+    output: int | None
+    arrived_ms: float
+
+
+class AdmitAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Router to front: a request is served, or refused with a reason and the seconds after which to come again.
+
+    Attributes:
+        draining: it is refused because the server shuts down.
+    """
+
+    id: int
+    admitted: bool
+    retry_after_s: int = 0
+    reason: str = ""
+    draining: bool = False
+
+
+class PlaceReturned(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: the admitted request `id` has gone without being tokenized; its place is free."""
+
+    id: int
+
+
+class TiersOrder(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: these are the tiers from now on. Requests that have been admitted keep their terms."""
+
+    config: SloConfig
+
+
+class RequestReport(msgspec.Struct, frozen=True, tag=True):
+    """Router to front: how a request has ended. Times in ms; None where there was no such token or forecast.
+
+    Attributes:
+        rid: its id.
+        terms: what it asked for.
+        outcome: one of `policy.admission.Outcome`, as it was placed.
+        ended: `finished`, or `stopped` (aborted by its client, or failed).
+        engine: that gave its last token; empty if none did.
+        arrived_ms: by CLOCK_MONOTONIC.
+        queue_ms: from its arrival until it was sent to an engine.
+        ttft_ms, tpot_ms: as they were.
+        forecast_ttft_ms, forecast_tpot_ms: as they were predicted when it arrived.
+        prompt_tokens, output_tokens: how many.
+    """
+
+    rid: str
+    terms: Terms
+    outcome: str
+    ended: str
+    engine: str
+    arrived_ms: float
+    queue_ms: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    forecast_ttft_ms: float | None
+    forecast_tpot_ms: float | None
+    prompt_tokens: int
+    output_tokens: int
+
+    @property
+    def met(self) -> tuple[bool, bool]:
+        """Has it met its (TTFT, TPOT) target? One that did not finish has met none; background work cannot miss any."""
+        if self.ended != "finished":
+            return False, False
+        terms = self.terms
+        ttft = terms.ttft_ms is None or (self.ttft_ms is not None and self.ttft_ms <= terms.ttft_ms)
+        return ttft, terms.tpot_ms is None or self.tpot_ms is None or self.tpot_ms <= terms.tpot_ms
+
+
 class LayoutAnswer(msgspec.Struct, frozen=True, tag=True):
     """Router to front: HTTP status and body of the answer to the request `id`."""
 
@@ -124,8 +210,8 @@ class EngineReply(msgspec.Struct, frozen=True):
     ranks: list[RankAnswer]
 
 
-FrontToRouter = DrainRequest | StatusRequest | SwitchRequest | LayoutRequest
-RouterToFront = RouterStatus | LayoutAnswer
+FrontToRouter = DrainRequest | StatusRequest | SwitchRequest | LayoutRequest | AdmitRequest | PlaceReturned | TiersOrder
+RouterToFront = RouterStatus | LayoutAnswer | AdmitAnswer | RequestReport
 
 encode = msgspec.msgpack.Encoder().encode
 decode_front_to_router = msgspec.msgpack.Decoder(FrontToRouter).decode

@@ -19,18 +19,21 @@ from sglang_adapt.core.messages import EngineCall, RankAnswer
 from sglang_adapt.engine import kv
 from sglang_adapt.engine.copying import CopyRefusedError, KvCopies, handles_of
 from sglang_adapt.engine.handoff import EngineHandoff, StaleHandoffError
+from sglang_adapt.engine.limits import limit
 from sglang_adapt.kv.adaptor import LeaseError
 from sglang_adapt.kv.plan import PlanError
 from sglang_adapt.memory import SharedMemoryError
 from sglang_adapt.upstream.handoff import REFUSALS as HANDOFF_REFUSALS
 from sglang_adapt.upstream.handoff import recover as recovery
 from sglang_adapt.upstream.kv_pool import EnginePool
+from sglang_adapt.upstream.limits import LimitsError
 
 Handler = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
 """`handler(scheduler, rank, payload)`: stock's scheduler and the rank within the engine."""
 
 REFUSALS = (
     LeaseError,
+    LimitsError,
     StaleHandoffError,
     CopyRefusedError,
     PlanError,
@@ -58,6 +61,7 @@ def recover(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any
 
 HANDLERS: Mapping[str, Handler] = {
     "recover": recover,
+    "limits": limit,
     "kv_grow": kv.grow,
     "kv_give_back": kv.give_back,
     "kv_state": kv.state,

@@ -3,6 +3,7 @@
 - `/health`: liveness, without generating; `/ready`: 200 only when new work is admitted; `/adapt/engines`: the
   engines' states. `/health_generate` stays stock's, which generates a token.
 - Work is refused with a 503 before it is read when the server drains or no engine is up.
+- With tiers, `gate.py` decides about requests that generate, before they are tokenized.
 - Every 503 carries Retry-After, stock's too.
 - SIGTERM and Ctrl-C drain: no new work, what runs finishes, the engines stop, then the HTTP server ends.
 """
@@ -19,7 +20,10 @@ from typing import Any, Protocol
 
 from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal, error_body
+from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.tier_told import TIER_IN_BODY, tier_told
+from sglang_adapt.upstream.tickets import ticket
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,20 @@ STOP_GRACE_S = 20.0
 
 _WORK_PREFIXES = ("/v1/", "/api/")
 _WORK_PATHS = frozenset(("/generate", "/encode", "/classify", "/invocations", "/vertex_generate", "/rerank", "/score"))
+_GENERATING = frozenset(
+    (
+        "/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/generate",
+        "/api/chat",
+        "/invocations",
+        "/vertex_generate",
+    )
+)
+"""Work that has a first token and later ones, and so can have targets."""
 _NOT_WORK = frozenset(("/v1/models", "/v1/loads", "/v1/tokenize", "/v1/detokenize"))
 
 
@@ -51,6 +69,8 @@ class AdaptLayer:
         drain_timeout_s: how long running requests may take once the server drains.
         router: returns the router's process.
         start_receiving: makes the tokenizer manager receive (and take over signals, which are then taken back).
+        gate: decides about requests by their tiers; None without tiers.
+        reload: reads the tiers again, upon SIGHUP.
     """
 
     def __init__(
@@ -60,12 +80,17 @@ class AdaptLayer:
         drain_timeout_s: float,
         router: Callable[[], RouterProcess],
         start_receiving: Callable[[], None],
+        gate: Gate | None = None,
+        reload: Callable[[], Awaitable[Any]] | None = None,
     ) -> None:
         self._app = app
         self._link = link
         self._drain_timeout_s = drain_timeout_s
         self._router = router
         self._start_receiving = start_receiving
+        self._gate = gate
+        self._reload = reload
+        self._reloads: set[asyncio.Future[Any]] = set()
         self._working = 0
         self._draining: asyncio.Task[None] | None = None
         self._stop_server: Callable[..., Any] | None = None
@@ -97,6 +122,14 @@ class AdaptLayer:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._start_drain)
+        if self._reload is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._start_reload)
+
+    def _start_reload(self) -> None:
+        assert self._reload is not None
+        task = asyncio.ensure_future(self._reload())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
 
     def _start_drain(self) -> None:
         if self._draining is None:
@@ -150,9 +183,36 @@ class AdaptLayer:
             return
         self._working += 1
         try:
-            await self._app(scope, receive, _with_retry_after(send))
+            if self._gate is None or path not in _GENERATING:
+                await self._app(scope, receive, _with_retry_after(send))
+            else:
+                await self._through_gate(self._gate, path, scope, receive, send)
         finally:
             self._working -= 1
+
+    async def _through_gate(self, gate: Gate, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        read: list[MutableMapping[str, Any]] = []
+        while not read or read[-1].get("more_body", False):
+            read.append(await receive())
+            if read[-1]["type"] == "http.disconnect":
+                return
+        body = b"".join(message.get("body", b"") for message in read)
+        decided = await gate.enter(scope["headers"], body)
+        if not isinstance(decided, Admitted):
+            await _refuse(send, decided, openai=path.startswith("/v1/"))
+            return
+        messages = iter(read)
+
+        async def again() -> MutableMapping[str, Any]:
+            return next(messages, None) or await receive()
+
+        send = tier_told(_with_retry_after(send), decided.terms.tier, in_body=path in TIER_IN_BODY)
+        with ticket(decided.request) as admitted:
+            try:
+                await self._app(scope, again, send)
+            finally:
+                if not admitted.used:
+                    await gate.left(decided.request)
 
     def _refusal(self) -> Refusal | None:
         """Why new work is not admitted now, or None."""
@@ -210,13 +270,13 @@ async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
 
 
 async def _refuse(send: Send, refusal: Refusal, openai: bool) -> None:
-    await _respond(send, refusal.status, error_body(refusal, openai))
+    await _respond(send, refusal.status, error_body(refusal, openai), refusal.retry_after_s)
 
 
-async def _respond(send: Send, status: int, body: bytes) -> None:
+async def _respond(send: Send, status: int, body: bytes, retry_after_s: int | None = None) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 503:
-        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    if status == 503 or retry_after_s is not None:
+        headers.append((b"retry-after", str(retry_after_s or RETRY_AFTER_S).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -17,11 +17,18 @@ class Refusal:
         status: HTTP status.
         code: stable machine-readable code, e.g. `no_engine`, `draining`.
         message: what happened and what to do.
+        param: the field or header that is at fault.
+        retry_after_s: when to come again, if another time than that of every 503.
     """
 
     status: int
     code: str
     message: str
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+_TYPES = {503: "service_unavailable", 429: "rate_limit_exceeded"}
 
 
 def error_body(refusal: Refusal, openai: bool) -> bytes:
@@ -29,8 +36,8 @@ def error_body(refusal: Refusal, openai: bool) -> bytes:
     fields = {
         "object": "error",
         "message": refusal.message,
-        "type": "service_unavailable" if refusal.status == 503 else "invalid_request",
-        "param": None,
+        "type": _TYPES.get(refusal.status, "invalid_request"),
+        "param": refusal.param,
         "code": refusal.code,
     }
     return json.dumps({"error": fields} if openai else fields).encode()

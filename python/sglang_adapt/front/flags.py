@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_adapt.core.overheads import default_overheads_file
+from sglang_adapt.core.slo_file import BUILT_IN_NAME
 from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS
 
 VIRTUAL_GPUS_DEFAULT = 2
@@ -86,6 +87,26 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         "because importing sglang initialises CUDA (default: spawn on a machine with NVIDIA GPUs, else forkserver)",
     )
     group.add_argument(
+        "--adapt-slo-config",
+        metavar="FILE",
+        help="tiers with latency targets, a YAML or JSON file (docs/tiers.md); requests are admitted and placed by "
+        f"what their targets need. {BUILT_IN_NAME}: three tiers of ours (default: no tiers, all requests are alike)",
+    )
+    group.add_argument(
+        "--adapt-profile",
+        metavar="FILE",
+        type=Path,
+        help="how fast prefill and decode are here, as measured by `python -m sglang_adapt.profile` (default: reckoned "
+        "from the sizes of model and GPU, and corrected as requests run)",
+    )
+    group.add_argument(
+        "--adapt-request-log",
+        metavar="FILE",
+        type=Path,
+        help="with tiers: a file to which a JSON object is added for each request that has ended: tier, outcome, "
+        "times, forecasts",
+    )
+    group.add_argument(
         "--adapt-overheads-file",
         metavar="FILE",
         type=Path,
@@ -117,6 +138,8 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise SettingsError(f"--{name.replace('_', '-')} {value} is negative")
         if not math.isfinite(value):
             raise SettingsError(f"--{name.replace('_', '-')} {value} is not a number of seconds; give a finite one")
+    if ours.adapt_request_log is not None and ours.adapt_slo_config is None:
+        raise SettingsError("--adapt-request-log tells how tiers fare; give --adapt-slo-config as well")
     gpus = ours.adapt_virtual_gpus
     if gpus is not None and not 1 <= gpus <= VIRTUAL_GPUS_MAX:
         raise SettingsError(

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_adapt.core.config import AdaptConfig
 from sglang_adapt.kv.sizing import PoolSettings
+from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.process import RouterArgs, router_main
 
 
@@ -28,6 +29,7 @@ class RouterLauncher:
         server_args: stock ServerArgs by TP size.
         control_endpoint: where the front listens for the router.
         pool: the KV pool of every GPU, or None.
+        tiers: tiers, if there are any, and how fast the engines are.
     """
 
     context: BaseContext
@@ -35,6 +37,7 @@ class RouterLauncher:
     server_args: dict[int, Any]
     control_endpoint: str
     pool: PoolSettings | None = None
+    tiers: TierSettings | None = None
     _process: BaseProcess | None = field(default=None, init=False)
     _report: Connection | None = field(default=None, init=False)
 
@@ -46,7 +49,9 @@ class RouterLauncher:
 
     def start(self, server_args: Any, port_args: Any) -> BaseProcess:
         self._report, writer = self.context.Pipe(duplex=False)
-        args = RouterArgs(self.config, self.server_args, port_args, self.control_endpoint, dict(os.environ), self.pool)
+        args = RouterArgs(
+            self.config, self.server_args, port_args, self.control_endpoint, dict(os.environ), self.pool, self.tiers
+        )
         self._process = self.context.Process(  # type: ignore[attr-defined]
             target=router_main, args=(args, writer), name="router"
         )

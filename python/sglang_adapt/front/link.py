@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
 
 from sglang_adapt.core import messages
-from sglang_adapt.core.messages import LayoutAnswer, RouterStatus
+from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, LayoutAnswer, RequestReport, RouterStatus
+from sglang_adapt.core.slo import SloConfig
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +28,12 @@ class RouterLink:
 
     Args:
         endpoint: where to listen; the router connects.
+        on_report: told how each request with a tier has ended.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, on_report: Callable[[RequestReport], None] = lambda report: None) -> None:
+        self._on_report = on_report
+        self._admissions: dict[int, asyncio.Future[AdmitAnswer]] = {}
         self._endpoint = endpoint
         self._task: asyncio.Task[None] | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -53,6 +58,14 @@ class RouterLink:
                 if future is not None and not future.done():
                     future.set_result(message)
                 continue
+            if isinstance(message, AdmitAnswer):
+                waiting = self._admissions.pop(message.id, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+                continue
+            if isinstance(message, RequestReport):
+                self._on_report(message)
+                continue
             self._status = message
             self._heard_at = time.monotonic()
             self._heard.set()
@@ -74,6 +87,27 @@ class RouterLink:
         except TimeoutError:
             return None
         return self._status
+
+    async def admit(self, request: AdmitRequest) -> AdmitAnswer:
+        """Whether a request will be served. Raises TimeoutError."""
+        assert self._socket is not None
+        future: asyncio.Future[AdmitAnswer] = asyncio.get_running_loop().create_future()
+        self._admissions[request.id] = future
+        try:
+            await self._socket.send(messages.encode(request))
+            return await asyncio.wait_for(future, SILENT_AFTER_S)
+        finally:
+            self._admissions.pop(request.id, None)
+
+    async def give_back(self, request_id: int) -> None:
+        """An admitted request has gone without being tokenized."""
+        assert self._socket is not None
+        await self._socket.send(messages.encode(messages.PlaceReturned(request_id)))
+
+    async def set_tiers(self, config: SloConfig) -> None:
+        """Give the router other tiers."""
+        assert self._socket is not None
+        await self._socket.send(messages.encode(messages.TiersOrder(config)))
 
     async def layout(self) -> LayoutAnswer:
         """The layout, read back from the engines. Raises TimeoutError."""

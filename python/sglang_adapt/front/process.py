@@ -18,13 +18,16 @@ import setproctitle
 
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.process import die_with_parent, process_context
+from sglang_adapt.front.accounting import Accounting
 from sglang_adapt.front.address import AddressError, check_address
 from sglang_adapt.front.asgi import AdaptLayer
 from sglang_adapt.front.flags import SettingsError
+from sglang_adapt.front.gate import Gate
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
-from sglang_adapt.front.settings import make_settings
+from sglang_adapt.front.settings import Settings, make_settings
+from sglang_adapt.front.slo_api import SloApi
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_lines
 
 logger = logging.getLogger(__name__)
@@ -87,9 +90,18 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         logger.info("memory: not planned: %s", settings.memory)
     control = f"ipc://{Path(run_dir) / 'control'}"
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
-    launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool)
-    link = RouterLink(control)
+    launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool, settings.tiers)
+    accounting = _accounting(settings)
+    link = RouterLink(control, accounting.ended)
     args = settings.server_args[config.tp_sizes[0]]
+    tiers = settings.tiers
+    gate = None if tiers.config is None else Gate(tiers, link, accounting.refused)
+    slo = SloApi(tiers, gate, link.set_tiers, has_key=bool(args.api_key or args.admin_api_key))
+    if tiers.config is not None:
+        # Until there is a handler.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        logger.info("tiers (%s): %s", tiers.source, ", ".join(tier.name for tier in tiers.config.tiers))
+        logger.info("speed: %s", tiers.speed_source)
     try:
         upstream.serve(
             args,
@@ -100,13 +112,27 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "drain_timeout_s": config.drain_timeout_s,
                 "router": lambda: launcher.process,
                 "start_receiving": upstream.start_receiving,
+                "gate": gate,
+                "reload": None if gate is None else slo.reload,
             },
             lambda args: _warm_up(args, link),
-            LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes,
+            LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes | slo.routes,
         )
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_START_FAILED)
+
+
+def _accounting(settings: Settings) -> Accounting:
+    """Where it is noted how requests have fared. Exits with `EXIT_USAGE` if the request log cannot be written."""
+    path = settings.request_log
+    with_metrics = any(args.enable_metrics for args in settings.server_args.values())
+    try:
+        log = None if path is None else path.open("a", buffering=1, encoding="utf-8")
+    except OSError as error:
+        print(f"error: --adapt-request-log {path} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USAGE)
+    return Accounting(log, with_metrics)
 
 
 def _warm_up(server_args: Any, link: RouterLink) -> None:

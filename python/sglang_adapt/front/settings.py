@@ -19,10 +19,12 @@ from sglang_adapt.front.flags import (
     split_argv,
 )
 from sglang_adapt.front.memory import Deployment, plan_for, plans_for_fewer, read_all_overheads
+from sglang_adapt.front.tiers import TiersError, make_tier_settings
 from sglang_adapt.kv.geometry import GeometryError
 from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS, KvShape, PoolSettings, pool_cost, size_pool
 from sglang_adapt.memory.allocator import refuse_expandable_segments
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_fault
+from sglang_adapt.policy.tiers import TierSettings
 
 _VIRTUAL_MAX_RUNNING_REQUESTS = 64
 
@@ -36,12 +38,16 @@ class Settings:
         server_args: stock ServerArgs by TP size.
         memory: what goes where in memory, or why that is not known before it is loaded.
         pool: the KV pool of every GPU; None with one TP size, whose engines have pools of their own, as stock.
+        tiers: tiers, if there are any, and how fast the engines are.
+        request_log: file of a line for each request with a tier; None for none.
     """
 
     config: AdaptConfig
     server_args: dict[int, Any]
     memory: MemoryPlan | str
-    pool: PoolSettings | None = None
+    pool: PoolSettings | None
+    tiers: TierSettings
+    request_log: Path | None = None
 
 
 def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Settings:
@@ -57,6 +63,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     """
     from sglang_adapt.upstream import front as upstream
     from sglang_adapt.upstream.entry_points import has_cuda
+    from sglang_adapt.upstream.limits import CLASS_FLAGS
 
     ours, rest = split_argv(argv)
     virtual = not has_cuda()
@@ -77,6 +84,9 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     )
     layout = _layout(ours.adapt_layout, first.tp_size, tp_sizes, gpus)
     extra = ["--random-seed", str(first.random_seed)]
+    if ours.adapt_slo_config is not None:
+        _refuse_other_orders(first)
+        extra += CLASS_FLAGS
     if not first.sleep_on_idle:
         # An engine that is not in the layout must not use a CPU core to look for work.
         extra.append("--sleep-on-idle")
@@ -123,7 +133,11 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         overheads_file=str(ours.adapt_overheads_file),
         start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
-    return Settings(config, server_args, memory, pool)
+    try:
+        tiers = make_tier_settings(ours.adapt_slo_config, ours.adapt_profile, server_args, gpus, virtual)
+    except TiersError as error:
+        raise SettingsError(str(error)) from None
+    return Settings(config, server_args, memory, pool, tiers, ours.adapt_request_log)
 
 
 def _plan_memory(
@@ -260,6 +274,22 @@ def _layout(text: str | None, tp_size: int, tp_sizes: tuple[int, ...], gpus: int
     if tp not in tp_sizes:
         raise LayoutError(f"--tp-size {tp} is not among the TP sizes {', '.join(map(str, tp_sizes))}")
     return uniform_layout(tp, gpus)
+
+
+def _refuse_other_orders(args: Any) -> None:
+    """Refuse what would order an engine's requests otherwise than tiers do."""
+    reasons = (
+        (args.enable_priority_scheduling, "--enable-priority-scheduling"),
+        (args.schedule_low_priority_values_first, "--schedule-low-priority-values-first"),
+        (args.disable_priority_preemption, "--disable-priority-preemption"),
+        (args.abort_on_priority_when_disabled, "--abort-on-priority-when-disabled"),
+        (args.schedule_policy != "fcfs", f"--schedule-policy {args.schedule_policy}"),
+    )
+    for refused, flag in reasons:
+        if refused:
+            raise SettingsError(
+                f"{flag} cannot be used with --adapt-slo-config, by which tiers decide that; leave one off"
+            )
 
 
 def _refuse_unsupported(args: Any) -> None:

@@ -29,9 +29,13 @@ from sglang_adapt.kv.ledger_format import LedgerError, ledger_bytes
 from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.memory import RegionHandle, SharedMemoryError
 from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.policy.limits import Bounds
+from sglang_adapt.policy.tiers import TierSettings
+from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.router.limits import LimitKeeper
 from sglang_adapt.router.metrics import SwitchMetrics
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.observe import make_observer, start_waves
@@ -52,6 +56,9 @@ logger = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0
 """How often the router tells the front that it lives."""
 _STOP_TIMEOUT_S = 15.0
+_LET_GO_INTERVAL_S = 0.05
+_MOST_REQUESTS = 4096
+"""That an engine runs at a time, where stock bounds it by its memory only."""
 _KV_REGION = "kv"
 _LEDGER_REGION = "ledger"
 
@@ -67,6 +74,7 @@ class RouterArgs:
         control_endpoint: where the front listens for `core.messages`.
         environment: the front's environment.
         pool: the KV pool of every GPU; None for a deployment of one TP size, whose engines have their own.
+        tiers: tiers, if there are any, and how fast the engines are.
     """
 
     config: AdaptConfig
@@ -75,6 +83,7 @@ class RouterArgs:
     control_endpoint: str
     environment: dict[str, str]
     pool: PoolSettings | None = None
+    tiers: TierSettings | None = None
 
 
 def router_main(args: RouterArgs, report: Connection) -> None:
@@ -140,8 +149,10 @@ class _Process:
                 lost=self._not_taking,
                 replied=lambda engine, data: self.calls.on_reply(engine.name, data),
                 stranded=lambda: self._repair.wake(),
+                placed=self._placed,
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
+            admission=self._make_admission(),
         )
         self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
         context = process_context(self._config.start_method)
@@ -183,6 +194,14 @@ class _Process:
             lambda engine, why: self._supervisor.kill(self._specs[engine.name], why),
             lambda: 0 if self.pools is None else self.pools.epoch,
         )
+        self._limits = None
+        if self._router.admission is not None:
+            self._limits = LimitKeeper(
+                self._router.admission.limits,
+                self.calls.call,
+                lambda engine, why: self._supervisor.kill(self._specs[engine.name], why),
+                lambda: 0 if self.pools is None else self.pools.epoch,
+            )
         if self.pools is not None:
             self.modes = Modes(
                 self._router,
@@ -199,11 +218,12 @@ class _Process:
             self._start_engines()
         front = make_socket(self._context, zmq.PULL, ports.scheduler_input_ipc_name, bind=False)
         inboxes = [Inbox(self._loop, front, self._router.on_front_message), self._control]
-        ticker = self._loop.create_task(self._tick())
+        tickers = [self._loop.create_task(self._tick()), self._loop.create_task(self._let_go())]
         try:
             await self._stopped
         finally:
-            ticker.cancel()
+            for ticker in tickers:
+                ticker.cancel()
             for inbox in [*inboxes, *self._outputs.values()]:
                 inbox.close()
             self._context.destroy(linger=500)
@@ -220,6 +240,18 @@ class _Process:
     def _retry_soon(self) -> None:
         """Start engines that wait for blocks; not at once, because a switch is in the middle of a step."""
         self._loop.call_soon(self._supervisor.retry)
+
+    def _make_admission(self) -> Admission | None:
+        tiers = self._args.tiers
+        if tiers is None or tiers.config is None:
+            return None
+        return Admission(
+            tiers,
+            {spec.name: spec.tp for spec in self._config.candidates},
+            {tp: _bounds(args) for tp, args in self._args.server_args.items()},
+            self._send_report,
+            lambda: time.monotonic() * 1000,
+        )
 
     def _start_engines(self) -> None:
         """Start the next wave of engines."""
@@ -449,6 +481,11 @@ class _Process:
         self._report.close()
         self._report = None
 
+    def _placed(self, engine: Engine) -> None:
+        """What it has been given may need tighter limits, before the next prompt comes."""
+        if self._limits is not None:
+            self._limits.refresh([engine])
+
     def _not_taking(self, engine: Engine) -> None:
         self._supervisor.kill(self._specs[engine.name], "it does not take messages any more")
 
@@ -462,8 +499,24 @@ class _Process:
             task = self._loop.create_task(self._answer_layout(request))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
+        elif isinstance(request, messages.AdmitRequest):
+            self._control.send(messages.encode(self._admit(request)))
+        elif isinstance(request, messages.PlaceReturned):
+            if self._router.admission is not None:
+                self._router.admission.give_back(request.id)
+        elif isinstance(request, messages.TiersOrder):
+            if self._router.admission is not None:
+                self._router.admission.reload(request.config)
         elif self._draining is None:
             self._draining = self._loop.create_task(self._drain(request.timeout_s))
+
+    def _admit(self, request: messages.AdmitRequest) -> messages.AdmitAnswer:
+        """Whether a request will be served."""
+        if self._router.admission is None:
+            return messages.AdmitAnswer(request.id, True)
+        if not self._router.accepting:
+            return messages.AdmitAnswer(request.id, False, reason="the server is shutting down", draining=True)
+        return self._router.admission.ask(request, self._router.serving())
 
     async def _answer_layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> None:
         status, body = await self._layout(request)
@@ -494,6 +547,12 @@ class _Process:
             return 500, {"code": "switch_failed", "message": f"{type(error).__name__}: {error}"}
         return 200, {"active": str(self._router.layout), **switch.report()}
 
+    def _send_report(self, report: messages.RequestReport) -> None:
+        try:
+            self._control.send(messages.encode(report))
+        except zmq.Again:
+            logger.warning("the front takes no messages; the report of request %s is lost", report.rid)
+
     def _send_status(self) -> None:
         if self.pools is not None:
             for spec in self._config.candidates:
@@ -507,6 +566,13 @@ class _Process:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
             self._send_status()
+
+    async def _let_go(self) -> None:
+        """What waits for room gets it as time passes, too: prompts are forgotten, and work grows old."""
+        while self._limits is not None:
+            await asyncio.sleep(_LET_GO_INTERVAL_S)
+            self._router.let_go()
+            self._limits.refresh(self._router.serving())
 
     async def _drain(self, timeout_s: float) -> None:
         """Refuse new work, let what runs finish, stop the engines, end the process."""
@@ -533,6 +599,16 @@ class _Process:
         self._keepers.stop()
         logger.info("all engines have stopped")
         self._stopped.set_result(None)
+
+
+def _bounds(args: Any) -> Bounds:
+    """What engines with these stock ServerArgs can do in an iteration."""
+    chunk = args.chunked_prefill_size
+    return Bounds(
+        page_tokens=args.page_size or 1,
+        prefill_tokens=chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens,
+        requests=args.max_running_requests or _MOST_REQUESTS,
+    )
 
 
 def _free_port() -> int:

@@ -12,6 +12,7 @@ import zmq
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.core.messages import EngineStatus, RouterStatus
 from sglang_adapt.policy.dispatch import LeastLoaded
+from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.journal import Entry
@@ -32,6 +33,7 @@ class Outlets:
         lost: called with an engine that does not take messages any more.
         replied: called with an engine's reply to a call of the router's own (`calls.py`).
         stranded: called when requests have lost their engine.
+        placed: called with an engine that has been sent a request.
     """
 
     tokenizer: Callable[[bytes], None]
@@ -41,6 +43,7 @@ class Outlets:
     lost: Callable[[Engine], None]
     replied: Callable[[Engine, bytes], None]
     stranded: Callable[[], None] = lambda: None
+    placed: Callable[[Engine], None] = lambda engine: None
 
 
 _MAY_SERVE = (EngineState.STARTING, EngineState.READY, EngineState.DEAD)
@@ -58,9 +61,12 @@ class Router:
         layout: that serves.
         outlets: where messages go.
         deaths_limit: a request ends with a 503 when more engines have died while they ran it.
+        admission: decides by tiers where requests go and when; None: each at once to the engine with the least load.
     """
 
-    def __init__(self, layout: Layout, outlets: Outlets, deaths_limit: int = 2) -> None:
+    def __init__(
+        self, layout: Layout, outlets: Outlets, deaths_limit: int = 2, admission: Admission | None = None
+    ) -> None:
         self.layout = layout
         self.engines: dict[str, Engine] = {}
         self.accepting = True
@@ -77,6 +83,8 @@ class Router:
         self._kept: dict[str, Engine] = {}
         self._paused = False
         self._queue: dict[str, tuple[int, bytes]] = {}
+        self.admission = admission
+        self._held: dict[str, tuple[int, bytes]] = {}
         self._waiters: list[tuple[set[str], asyncio.Future[None]]] = []
         self._out = outlets
         self._control = ControlFanOut(
@@ -92,11 +100,26 @@ class Router:
             wire.BATCH_EMBED: self._on_batch,
             wire.ABORT: self._on_abort,
         }
+        if admission is not None:
+            self._from_front[wire.TICKET] = lambda data: admission.named(*wire.ticket_of(data))
 
     @property
     def in_flight(self) -> int:
         """Requests accepted and not ended."""
-        return len(self._where) + len(self._queue)
+        return len(self._where) + len(self._queue) + len(self._held)
+
+    def serving(self) -> list[Engine]:
+        """The engines that get requests now."""
+        return [engine for name, engine in self.engines.items() if name in self._dispatch]
+
+    def let_go(self) -> None:
+        """Send requests that wait for room to the engines that have it now."""
+        if self.admission is None or not self._held:
+            return
+        while (found := self.admission.next_held(self.serving())) is not None:
+            rid, name = found
+            tokens, data = self._held.pop(rid)
+            self._place(rid, tokens, wire.with_priority(data, self.admission.priority(rid)), accepted=True, wanted=name)
 
     def status(self) -> RouterStatus:
         return RouterStatus(
@@ -131,6 +154,7 @@ class Router:
             self._send(engine, request)
         self._out.ready(engine)
         self._out.changed()
+        self.let_go()
 
     def engine_lost(self, engine: Engine, state: EngineState, why: str) -> None:
         """An engine is gone: nothing more is sent to it, and its requests are stranded."""
@@ -141,6 +165,7 @@ class Router:
         self.strand(engine, list(engine.in_flight), why)
         if not self._may_serve():
             self.fail(self.stranded, list(self.stranded.in_flight), f"no engine is left to go on: {why}")
+            self._fail_held(f"no engine is left: {why}")
         self._out.changed()
 
     def _may_serve(self) -> bool:
@@ -196,8 +221,21 @@ class Router:
             for rid in self.fail(engine, list(engine.in_flight), why):
                 self._send(engine, wire.encode_abort(rid))
         for rid in self._queue:
+            if self.admission is not None:
+                self.admission.ended(rid, None, finished=False)
             self._out.tokenizer(wire.encode_unavailable(rid, why))
         self._queue.clear()
+        self._fail_held(why)
+
+    def _fail_held(self, why: str) -> None:
+        for rid in list(self._held):
+            self._drop_held(rid)
+            self._out.tokenizer(wire.encode_unavailable(rid, why))
+
+    def _drop_held(self, rid: str) -> None:
+        assert self.admission is not None
+        del self._held[rid]
+        self.admission.ended(rid, None, finished=False)
 
     def fail(self, engine: Engine, rids: Iterable[str], why: str) -> list[str]:
         """End requests of an engine with a 503 that says why; returns those that were there."""
@@ -232,7 +270,8 @@ class Router:
             self._on_abort(wire.encode_abort(rid))
         queue, self._queue = self._queue, {}
         for rid, (tokens, data) in queue.items():
-            self._place(rid, tokens, data, accepted=True)
+            self._enter(rid, tokens, data, accepted=True)
+        self.let_go()
         self._out.changed()
 
     def detach(self, engine: Engine, rids: Iterable[str]) -> None:
@@ -320,17 +359,34 @@ class Router:
         rid, tokens = wire.request_head(data)
         if not self.accepting:
             self._out.tokenizer(wire.encode_unavailable(rid, "the server is shutting down"))
+            if self.admission is not None:
+                self.admission.ended(rid, None, finished=False)
             return
-        self._place(rid, tokens, data)
+        self._enter(rid, tokens, data)
 
-    def _place(self, rid: str, tokens: int, data: bytes, accepted: bool = False) -> None:
-        """Send a request to the engine with the least load; while a switch has paused all, it waits.
+    def _enter(self, rid: str, tokens: int, data: bytes, accepted: bool = False) -> None:
+        """A request of a client: where its tier's targets say, now or when there is room."""
+        engines = self.serving()
+        generates = wire.peek_tag(data) == wire.GENERATE and not rid.startswith(wire.HEALTH_RID_PREFIX)
+        if self.admission is None or not engines or not generates:
+            self._place(rid, tokens, data, accepted)
+            return
+        name = self.admission.offer(rid, tokens, wire.prompt_ids(data), engines)
+        if name is not None:
+            self._place(rid, tokens, wire.with_priority(data, self.admission.priority(rid)), accepted, name)
+            return
+        self._held[rid] = (tokens, data)
+        self.let_go()
+
+    def _place(self, rid: str, tokens: int, data: bytes, accepted: bool = False, wanted: str | None = None) -> None:
+        """Send a request to `wanted`, or the engine with the least load; while a switch has paused all, it waits.
 
         If no engine of the layout is up, one that comes now ends with a 503, and one that has been `accepted` is
         stranded until one is.
         """
         while True:
-            name = self._dispatch.least()
+            name = wanted if wanted is not None and wanted in self._dispatch else self._dispatch.least()
+            wanted = None
             if name is None and self._paused:
                 self._queue[rid] = (tokens, data)
                 return
@@ -342,6 +398,8 @@ class Router:
             if name is None:
                 why = f"no engine of layout {self.layout} is up; one is being restarted, so try again shortly"
                 self._out.tokenizer(wire.encode_unavailable(rid, why))
+                if self.admission is not None:
+                    self.admission.ended(rid, None, finished=False)
                 return
             engine = self.engines[name]
             if self._send(engine, data):
@@ -353,6 +411,9 @@ class Router:
         engine.in_flight[rid] = tokens
         self._where[rid] = engine
         self.journal.setdefault(rid, Entry(data, tokens))
+        if self.admission is not None:
+            self.admission.placed(rid, engine, wire.prompt_ids(data))
+        self._out.placed(engine)
 
     def _on_batch(self, data: bytes) -> None:
         for request in wire.split_batch(data):
@@ -363,6 +424,11 @@ class Router:
         engine = None if abort_all else self._where.get(rid)
         for waiting in [one for one in self._queue if abort_all or one.startswith(rid)]:
             del self._queue[waiting]
+            if self.admission is not None:
+                self.admission.ended(waiting, None, finished=False)
+            self._out.tokenizer(wire.encode_abort(waiting))
+        for waiting in [one for one in self._held if abort_all or one.startswith(rid)]:
+            self._drop_held(waiting)
             self._out.tokenizer(wire.encode_abort(waiting))
         # Stock aborts by prefix, so an id that is not known here may name several requests anywhere.
         targets = [engine] if engine is not None else [holder for holder in self._holders() if holder.in_flight]
@@ -406,11 +472,16 @@ class Router:
                 self.engine_ready(engine)
             return
         for output in outputs:
+            if self.admission is not None:
+                self.admission.output(output.rid, output.total, engine)
+                if output.finished:
+                    self.admission.ended(output.rid, engine, finished=True)
             if output.finished:
                 self._end(engine, output.rid)
             elif (entry := self.journal.get(output.rid)) is not None:
                 entry.append(output.decoded, output.total)
         self._out.outputs(data)
+        self.let_go()
 
     def _end(self, engine: Engine, rid: str) -> None:
         if rid in self.moving.in_flight:
@@ -420,6 +491,8 @@ class Router:
         if tokens is not None:
             del self._where[rid]
             del self.journal[rid]
+            if self.admission is not None:
+                self.admission.ended(rid, None, finished=False)
             self._dispatch.release(engine.name, tokens)
             if self._waiters:
                 self._tell_waiters([rid])

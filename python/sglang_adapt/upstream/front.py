@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.core.profile import ProfileKey
 from sglang_adapt.kv.sizing import KvShape
 from sglang_adapt.upstream.containment import FRONT_CONTAINMENT
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.request_checks import REQUEST_CHECKS
 from sglang_adapt.upstream.shared_files import ReadLoadsOfAllSlots
+from sglang_adapt.upstream.tickets import TICKETS
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ FRONT_PATCHES: tuple[type[Patch], ...] = (
     ReadLoadsOfAllSlots,
     *REQUEST_CHECKS,
     *FRONT_CONTAINMENT,
+    *TICKETS,
 )
 
 
@@ -115,6 +118,30 @@ def model_heads(server_args: Any) -> tuple[int, int]:
 
     config = ModelConfig.from_server_args(server_args)
     return config.num_attention_heads, config.get_total_num_kv_heads()
+
+
+def profile_key(server_args: Any, gpu: str) -> ProfileKey:
+    """What measured times depend on.
+
+    Args:
+        server_args: stock's, of any of the engines.
+        gpu: name of the GPUs.
+    """
+    from importlib.metadata import version
+    from pathlib import Path
+
+    from sglang.srt.configs.model_config import ModelConfig
+
+    path = server_args.model_path
+    return ProfileKey(
+        # A folder is another one on every machine.
+        model=Path(path).resolve().name if Path(path).is_dir() else path,
+        dtype=str(ModelConfig.from_server_args(server_args).dtype).removeprefix("torch."),
+        gpu=gpu,
+        sglang=version("sglang"),
+        torch=version("torch"),
+        backend=str(server_args.attention_backend),
+    )
 
 
 def sharing_fault(server_args: Any, tp_sizes: tuple[int, ...]) -> str | None:

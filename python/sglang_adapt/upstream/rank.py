@@ -20,6 +20,7 @@ from sglang_adapt.upstream.control import Control, use_control
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_used, use_rank_pool
+from sglang_adapt.upstream.limits import LIMIT_PATCHES
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.profiles import EngineInNamesOfProfiles, name_profiles
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
@@ -99,6 +100,7 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     UnlinkMessageQueue,
     ContainFailingMessages,
     EngineInNamesOfProfiles,
+    *LIMIT_PATCHES,
 )
 
 

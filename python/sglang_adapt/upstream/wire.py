@@ -8,11 +8,19 @@ forwards the bytes untouched. Only merged control answers and errors are decoded
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from sglang_adapt.core.messages import EngineCall, EngineReply, decode_engine_call, decode_engine_reply, encode
+from sglang_adapt.core.messages import (
+    AdmitRequest,
+    EngineCall,
+    EngineReply,
+    decode_engine_call,
+    decode_engine_reply,
+    encode,
+)
 
 HEALTH_RID_PREFIX = "HEALTH_CHECK"
 WARMUP_RID_PREFIX = "SGLANG_ADAPT_WARMUP"
@@ -28,6 +36,7 @@ EMBED_OUTPUT = b"BatchEmbeddingOutput"
 HEALTH_OUTPUT = b"HealthCheckOutput"
 INTERNAL_STATE = b"GetInternalStateReqOutput"
 RPC_REQUEST = b"RpcReqInput"
+TICKET = b"SglangAdaptTicket"
 RPC_OUTPUT = b"RpcReqOutput"
 
 CALL_METHOD = "sglang_adapt_call"
@@ -69,6 +78,13 @@ class _GenerateHead(msgspec.Struct, tag="TokenizedGenerateReqInput", array_like=
     http_worker_ipc: msgspec.Raw
     input_text: msgspec.Raw
     input_ids: msgspec.Raw
+
+
+class _Ticket(msgspec.Struct, tag="SglangAdaptTicket", array_like=True):
+    """Our own message on the socket from the front to the router: the next request of that id was admitted as this."""
+
+    rid: str
+    request: AdmitRequest
 
 
 class _EmbedHead(msgspec.Struct, tag="TokenizedEmbeddingReqInput", array_like=True):
@@ -120,6 +136,8 @@ class _EmbedOutputHead(msgspec.Struct, tag="BatchEmbeddingOutput", array_like=Tr
 
 _REQUEST = msgspec.msgpack.Decoder(_GenerateHead | _EmbedHead)
 _BATCH = msgspec.msgpack.Decoder(_BatchGenerate | _BatchEmbed)
+_IDS = msgspec.msgpack.Decoder(tuple[str, bytes])
+_TICKET_OF = msgspec.msgpack.Decoder(_Ticket)
 _ABORT = msgspec.msgpack.Decoder(_AbortHead)
 _EMBED_OUTPUT = msgspec.msgpack.Decoder(_EmbedOutputHead)
 _TOKEN_OUTPUT = msgspec.msgpack.Decoder(_TokenOutput)
@@ -133,6 +151,46 @@ def request_head(data: bytes) -> tuple[str, int]:
     """(request id, about how many prompt tokens) of one tokenized request."""
     head = _REQUEST.decode(data)
     return head.rid, len(head.input_ids) // _BYTES_PER_TOKEN
+
+
+def prompt_ids(data: bytes) -> bytes:
+    """Token ids of a tokenized request's prompt, int64 each; empty if it has none, as one of embeddings."""
+    head = _REQUEST.decode(data)
+    try:
+        return _IDS.decode(head.input_ids)[1]
+    except msgspec.DecodeError:
+        return b""
+
+
+@cache
+def _request_codec() -> Any:
+    """A decoder of stock's tokenized request that leaves all fields but `priority` as they are."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+    fields: list[tuple[str, Any]] = [
+        (name, int | None if name == "priority" else msgspec.Raw)
+        for name in TokenizedGenerateReqInput.__struct_fields__
+    ]
+    tag = GENERATE.decode()
+    return msgspec.msgpack.Decoder(msgspec.defstruct("_Request", fields, tag=tag, array_like=True))
+
+
+def with_priority(data: bytes, priority: int) -> bytes:
+    """A tokenized request with another `priority`, by which stock orders its queue; all else stays as it is."""
+    request = _request_codec().decode(data)
+    request.priority = priority
+    return msgspec.msgpack.encode(request)
+
+
+def encode_ticket(rid: str, request: AdmitRequest) -> bytes:
+    """Says as what the request `rid` was admitted, which comes next on the same socket."""
+    return msgspec.msgpack.encode(_Ticket(rid, request))
+
+
+def ticket_of(data: bytes) -> tuple[str, AdmitRequest]:
+    """(request id, as what it was admitted) of such a message."""
+    decoded = _TICKET_OF.decode(data)
+    return decoded.rid, decoded.request
 
 
 def split_batch(data: bytes) -> list[bytes]:
@@ -380,4 +438,6 @@ def assert_wire_format() -> None:
     probe = encode_warmup("probe", [1, 2, 3], 1)
     if peek_tag(probe) != GENERATE or request_head(probe) != ("probe", 3):
         raise WireError(f"an encoded request reads back as {peek_tag(probe)!r} {request_head(probe)}")
+    if len(prompt_ids(probe)) != 3 * _BYTES_PER_TOKEN:
+        raise WireError(f"the 3 token ids of an encoded request read back as {prompt_ids(probe)!r}")
     reply_tags()

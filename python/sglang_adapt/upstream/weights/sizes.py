@@ -85,6 +85,13 @@ def model_sizes(server_args: ServerArgs, tp_sizes: Sequence[int]) -> ModelSizes 
     )
 
 
+def weight_itemsize(server_args: ServerArgs) -> int:
+    """Bytes of a weight, quantised or not."""
+    model_config = ModelConfig.from_server_args(server_args)
+    settings = getattr(model_config.hf_config, "quantization_config", None) or {}
+    return 1 if settings.get("quant_method") in ("fp8", "compressed-tensors") else int(model_config.dtype.itemsize)
+
+
 def decode_graph_batch(server_args: ServerArgs) -> int:
     """The largest batch of which stock captures a decode graph with these arguments; 0 if it captures none."""
     decode = server_args.cuda_graph_config.decode

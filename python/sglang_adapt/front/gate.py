@@ -1,0 +1,198 @@
+"""The gate: what tier a request is of, and whether it is served, before stock reads it.
+
+The router decides (`router/admission.py`), because it knows the engines. So that refusing costs next to nothing when
+much is refused, the gate remembers a refusal for some milliseconds and answers for the router meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest
+from sglang_adapt.core.slo import (
+    BODY_FIELD,
+    TIER_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+    SloConfig,
+    Terms,
+    TermsError,
+    request_terms,
+)
+from sglang_adapt.front.errors import Refusal
+from sglang_adapt.policy.tiers import TierSettings, target_faults, terms_fault
+
+logger = logging.getLogger(__name__)
+
+CLOSED_MS = 20.0
+"""For so long a refusal holds for all requests of the same terms that are at least as long."""
+_MOST_CLOSED = 1024
+_BYTES_PER_TOKEN = 4
+"""Of English text, about; the router counts anew when the request is tokenized."""
+
+
+class AsksRouter(Protocol):
+    """The router, as far as the gate needs it."""
+
+    async def admit(self, request: AdmitRequest) -> AdmitAnswer:
+        """Its answer. Raises TimeoutError."""
+        ...
+
+    async def give_back(self, request_id: int) -> None:
+        """A request that was admitted, or may have been, will not come."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that is served.
+
+    Attributes:
+        request: as the router was asked.
+    """
+
+    request: AdmitRequest
+
+    @property
+    def terms(self) -> Terms:
+        """What it asked for."""
+        return self.request.terms
+
+
+class _Body(msgspec.Struct):
+    """What the gate reads of a body: nothing that stock does not check later."""
+
+    service_tier: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    sampling_params: Any = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+
+
+class Gate:
+    """See the module.
+
+    Args:
+        settings: tiers, which there are, and speed.
+        router: that decides.
+        on_refused: told the terms of each request that is refused for want of room.
+    """
+
+    def __init__(
+        self, settings: TierSettings, router: AsksRouter, on_refused: Callable[[Terms], None] = lambda terms: None
+    ) -> None:
+        if settings.config is None:
+            raise ValueError("there are no tiers to admit by")
+        self._settings = settings
+        self.config: SloConfig = settings.config
+        self._router = router
+        self._on_refused = on_refused
+        self._ids = itertools.count(1)
+        self._closed: dict[Terms, tuple[float, int, Refusal]] = {}
+
+    def reload(self, config: SloConfig) -> None:
+        """Other tiers from now on.
+
+        Raises:
+            ValueError: a target that can never be met; the old tiers stay.
+        """
+        faults = target_faults(self._settings, config)
+        if faults:
+            raise ValueError("; ".join(faults))
+        self.config = config
+        self._closed.clear()
+
+    async def enter(self, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Admitted | Refusal:
+        """Decide about a request that has just arrived.
+
+        Args:
+            headers: of ASGI: lower-case names.
+            body: JSON, as stock will read it; one that is none is stock's to refuse.
+        """
+        arrived_ms = time.monotonic() * 1000
+        found = dict(reversed(list(headers)))
+        try:
+            fields = _BODY.decode(body)
+        except msgspec.DecodeError:
+            fields = _Body()
+        try:
+            terms = request_terms(
+                self.config,
+                fields.service_tier,
+                _text(found, TIER_HEADER),
+                _text(found, TTFT_HEADER),
+                _text(found, TPOT_HEADER),
+            )
+        except TermsError as error:
+            return Refusal(400, error.code, str(error), error.param)
+        own = TTFT_HEADER.encode() in found or TPOT_HEADER.encode() in found
+        if own and (fault := terms_fault(self._settings, terms)) is not None:
+            return Refusal(400, "unmeetable_target", fault, TTFT_HEADER if "ttft" in fault else TPOT_HEADER)
+        tokens = prompt_tokens(body)
+        closed = self._closed.get(terms)
+        if closed is not None and arrived_ms < closed[0] and tokens >= closed[1]:
+            self._on_refused(terms)
+            return closed[2]
+        request = AdmitRequest(next(self._ids), terms, tokens, _most_output(fields), arrived_ms)
+        try:
+            answer = await self._router.admit(request)
+        except TimeoutError:
+            # Its answer may be on the way.
+            await self.left(request)
+            return Refusal(503, "no_engine", "the router does not answer; the server is starting or broken")
+        except asyncio.CancelledError:
+            await self.left(request)
+            raise
+        if answer.admitted:
+            return Admitted(request)
+        if answer.draining:
+            return Refusal(503, "draining", answer.reason)
+        self._on_refused(terms)
+        refusal = Refusal(
+            429,
+            "tier_capacity_exhausted",
+            f"tier {terms.tier}: {answer.reason}; try again in {answer.retry_after_s} s",
+            BODY_FIELD,
+            answer.retry_after_s,
+        )
+        if len(self._closed) >= _MOST_CLOSED:
+            self._closed.clear()
+        self._closed[terms] = (arrived_ms + CLOSED_MS, tokens, refusal)
+        return refusal
+
+    async def left(self, request: AdmitRequest) -> None:
+        """An admitted request has gone without being tokenized: stock refused it, or its client is gone."""
+        await self._router.give_back(request.id)
+
+
+def prompt_tokens(body: bytes) -> int:
+    """About how many tokens a body's prompt has: commas of `input_ids`, a quarter of a text's bytes."""
+    if b'"input_ids"' in body:
+        return body.count(b",") + 1
+    return math.ceil(len(body) / _BYTES_PER_TOKEN)
+
+
+def _most_output(fields: _Body) -> int | None:
+    sampling = fields.sampling_params
+    inner = sampling.get("max_new_tokens") if isinstance(sampling, dict) else None
+    for value in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens, inner):
+        if type(value) is int and 0 < value < 1 << 31:
+            return value
+    return None
+
+
+def _text(headers: dict[bytes, bytes], name: str) -> str | None:
+    value = headers.get(name.encode())
+    return None if value is None else value.decode("latin-1")

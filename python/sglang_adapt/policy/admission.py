@@ -1,0 +1,265 @@
+"""Can an engine take a request within its targets, and which one does: pure decisions over what engines have to do.
+
+As Nitsum's global scheduler (3.3.2): of each engine the available serving bandwidth, which is what it can do within the
+targets of all that runs on it, less what it has been given and has not ended. A request that fits somewhere is
+*feasible* and goes to the engine with the least load. Any other waits in the router, as does background work, until an
+engine has room that costs no target (`room_for`); nothing waits for ever (`Ageing`).
+
+The model of an engine. While requests decode it computes prompts in iterations of at most so many tokens as its
+tightest target allows (`policy.limits`), with decode steps after each. So the first token of a request comes after the
+step in flight, all prompts before its own, and the steps between. Later tokens come at the time of a decode step,
+stretched by the share of time that prompts take, or by its part of the prompts of an iteration, if that is less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from sglang_adapt.policy.limits import SAFETY, STEPS, Bounds, chunk_tokens
+from sglang_adapt.policy.profile import Times
+
+FILL = 0.75
+"""Work without a promise, or with a looser one, may bring an engine to this part of a target that is to be expected."""
+WINDOW_MS = 2000.0
+"""Over this time the share of prompts in an engine's time is reckoned."""
+_MOST_SHARE = 0.95
+_LOAD_STEP = 0.1
+"""Loads that differ by less count as equal, so that cached prefixes decide."""
+
+
+_UNBOUNDED = Bounds(1, 1 << 30, 1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that is to be placed.
+
+    Attributes:
+        tokens: of its prompt.
+        output: tokens that it is expected to give.
+        ttft_ms, tpot_ms: targets; None for background work.
+        waited_ms: since it arrived.
+    """
+
+    tokens: int
+    output: float
+    ttft_ms: float | None
+    tpot_ms: float | None
+    waited_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has been given and has not ended.
+
+    Attributes:
+        engine: its name.
+        times: how fast it is.
+        requests: all of it.
+        prefill_tokens: prompts whose first token has not come.
+        context: tokens that its requests have, or will have when their prompts are computed.
+        tightest_tpot_ms: smallest target of what runs within its targets; infinite if there is none.
+        prefill_ms: prompts of the last time, decayed over `WINDOW_MS`.
+        bounds: of its iterations.
+        cached: tokens of the job's prompt that it is believed to have cached.
+        decoding: those of its requests that have their first token.
+        preemptible: those of its requests that give way to one with targets.
+        guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
+    """
+
+    engine: str
+    times: Times
+    requests: int = 0
+    prefill_tokens: int = 0
+    context: float = 0.0
+    tightest_tpot_ms: float = math.inf
+    prefill_ms: float = 0.0
+    bounds: Bounds = field(default=_UNBOUNDED)
+    cached: int = 0
+    guard_ms: float = math.inf
+    decoding: int = 0
+    preemptible: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a job would meet on an engine.
+
+    Attributes:
+        ttft_ms: from its arrival to its first token.
+        tpot_ms: between its later tokens.
+        others_tpot_ms: between the tokens of what runs there already; 0 if nothing does.
+        full: no slot is free.
+    """
+
+    ttft_ms: float
+    tpot_ms: float
+    others_tpot_ms: float
+    full: bool
+
+
+def forecast(job: Job, load: Load) -> Forecast:
+    """Predict; all times grow with what the engine has to do."""
+    new = max(1, job.tokens - load.cached)
+    times, tightest = load.times, min(load.tightest_tpot_ms, job.tpot_ms or math.inf)
+    step = times.decode_ms(load.requests, load.context)
+    chunk = chunk_tokens(times, step, tightest, load.bounds)
+    between = step if load.decoding else 0.0
+    ttft = job.waited_ms + step + prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk)
+    after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
+    longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds)) / STEPS
+    tpot = min(longest, after / (1 - min(_MOST_SHARE, load.prefill_ms / WINDOW_MS)))
+    own = times.prefill_ms(new, load.cached)
+    others = min(longest, after / (1 - min(_MOST_SHARE, (load.prefill_ms + own) / WINDOW_MS)))
+    stay = load.requests if job.tpot_ms is None else load.requests - load.preemptible
+    return Forecast(ttft, tpot, others if load.requests else 0.0, stay >= load.bounds.requests)
+
+
+def prompts_ms(times: Times, tokens: float, cached: float, step_ms: float, chunk: int) -> float:
+    """To compute prompts, with steps of `step_ms` between each `chunk` tokens; 0 if nothing decodes."""
+    whole = times.prefill_ms(tokens, cached)
+    return (
+        whole
+        if tokens <= chunk or step_ms <= 0
+        else max(whole, tokens / chunk * (times.prefill_ms(chunk, cached) + STEPS * step_ms))
+    )
+
+
+def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
+    """Would the job meet its targets on the engine, and all that runs there still meet theirs?"""
+    assert job.ttft_ms is not None and job.tpot_ms is not None
+    return (
+        not seen.full
+        and seen.ttft_ms <= SAFETY * job.ttft_ms
+        and seen.tpot_ms <= SAFETY * job.tpot_ms
+        and seen.others_tpot_ms <= SAFETY * load.tightest_tpot_ms
+        and (job.tpot_ms <= load.guard_ms or seen.others_tpot_ms <= FILL * load.guard_ms)
+    )
+
+
+class Outcome(StrEnum):
+    """What becomes of a request that arrives."""
+
+    FEASIBLE = "feasible"
+    BEST_EFFORT = "best_effort"
+    BACKGROUND = "background"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """About one request.
+
+    Attributes:
+        outcome: feasible goes to `engine` now; best effort and background wait for room.
+        engine: where to.
+        ttft_ms, tpot_ms: as predicted, for a feasible one; of an infeasible one what it would have been at best.
+        retry_after_s: of one that is refused.
+        reason: of one that is refused, in words.
+    """
+
+    outcome: Outcome
+    engine: str | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    retry_after_s: int | None = None
+    reason: str = ""
+
+
+def admit(job: Job, loads: Sequence[Load], *, reject: bool, waiting: int, queue_limit: int) -> Decision:
+    """Decide about a request that arrives.
+
+    Args:
+        job: the request.
+        loads: engines that serve; if there is none, as in a switch, what may wait does.
+        reject: it is refused if it is not feasible.
+        waiting: requests of its tier without a first token.
+        queue_limit: as many of its tier may be.
+    """
+    if waiting >= queue_limit:
+        text = f"{waiting} requests of this tier wait, which is its limit"
+        return Decision(Outcome.REFUSED, retry_after_s=retry_after_s(job, loads), reason=text)
+    if job.ttft_ms is None or job.tpot_ms is None:
+        return Decision(Outcome.BACKGROUND)
+    if not loads:
+        return Decision(Outcome.BEST_EFFORT)
+    seen = [(forecast(job, load), load) for load in loads]
+    feasible = [
+        (_load(job, found), -load.cached, at) for at, (found, load) in enumerate(seen) if _fits(job, load, found)
+    ]
+    if feasible:
+        found, load = seen[min(feasible)[2]]
+        return Decision(Outcome.FEASIBLE, load.engine, found.ttft_ms, found.tpot_ms)
+    found = min((found for found, _ in seen), key=lambda found: _load(job, found))
+    if not reject:
+        return Decision(Outcome.BEST_EFFORT, None, found.ttft_ms, found.tpot_ms)
+    text = (
+        f"no engine can give the first token within {job.ttft_ms:g} ms and the next ones within {job.tpot_ms:g} ms now "
+        f"(at best {found.ttft_ms:.0f} and {found.tpot_ms:.1f})"
+    )
+    return Decision(
+        Outcome.REFUSED, None, found.ttft_ms, found.tpot_ms, retry_after_s=retry_after_s(job, loads), reason=text
+    )
+
+
+_fits = is_feasible
+
+
+def _load(job: Job, found: Forecast) -> int:
+    """How much of its targets a job would use up, in steps."""
+    assert job.ttft_ms is not None and job.tpot_ms is not None
+    return math.floor(max(found.ttft_ms / job.ttft_ms, found.tpot_ms / job.tpot_ms) / _LOAD_STEP)
+
+
+def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
+    """After how many seconds an engine may have room again, 1 to 60: prompts computed, or one request in two ended."""
+    waits = []
+    for load in loads:
+        found = forecast(job, load)
+        late = found.ttft_ms - job.waited_ms - SAFETY * (job.ttft_ms or 0.0)
+        limit = SAFETY * min(job.tpot_ms or math.inf, load.tightest_tpot_ms)
+        slow = max(found.tpot_ms, found.others_tpot_ms) > limit or found.full
+        waits.append(max(late, job.output / 2 * found.tpot_ms if slow else 0.0))
+    return min(60, max(1, math.ceil(min(waits, default=0.0) / 1000)))
+
+
+def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -> int | None:
+    """Where a request without a promise fits so that no target suffers, as an index into `loads`; None if nowhere.
+
+    Args:
+        job: best effort or background work; its own targets do not count.
+        loads: engines that serve.
+        spare_ms: prompts that may be before a feasible request that comes next.
+        first: where to begin, so that engines take turns.
+    """
+    for step in range(len(loads)):
+        at = (first + step) % len(loads)
+        load = loads[at]
+        found = forecast(job, load)
+        queued = load.times.prefill_ms(load.prefill_tokens + max(1, job.tokens - load.cached), load.cached)
+        if not load.requests:
+            return at
+        if (
+            queued <= spare_ms
+            and not found.full
+            and found.others_tpot_ms <= FILL * min(load.guard_ms, load.tightest_tpot_ms)
+        ):
+            return at
+    return None
+
+
+def aged_place(loads: Sequence[Load], aged_on: Sequence[int]) -> int | None:
+    """Where the next request goes that has waited its time, room or not: the emptiest engine that has no such one yet.
+
+    One at a time on each engine keeps a long queue of old work from taking all of it. So work waits no longer than the
+    stated time and then, behind `n` others that are as old, for `n / engines` requests to end.
+    """
+    free = [(load.requests, at) for at, load in enumerate(loads) if aged_on[at] == 0 and not _is_full(load)]
+    return min(free)[1] if free else None
+
+
+def _is_full(load: Load) -> bool:
+    return load.requests >= load.bounds.requests

@@ -1,0 +1,109 @@
+"""How much an engine may do in one iteration so that what it has promised holds: pure decisions.
+
+An iteration is prompts of at most so many tokens and then `STEPS` decode steps, or as many fewer as there are fewer
+tokens. So the mean time between two tokens is that of a step and of its part of those prompts, and both limits follow
+from the tightest target that runs there (Nitsum, 4.2.1). The engine keeps them: `upstream/limits.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sglang_adapt.policy.profile import Times
+
+SAFETY = 0.9
+"""Predictions have to stay below this part of a target."""
+
+STEPS = 4
+"""Decode steps for each full part of prompts. TPOT is a mean, so one large part for several steps does what small ones
+do, and a batch of prompts costs much however small it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What engines of a TP size can do at most.
+
+    Attributes:
+        page_tokens: of a KV page; prompts are cut at multiples of it.
+        prefill_tokens: of prompts in an iteration.
+        requests: that run at a time.
+    """
+
+    page_tokens: int
+    prefill_tokens: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one engine now; None: as much as it can.
+
+    Attributes:
+        prefill_tokens: of prompts in an iteration.
+        requests: that decode.
+    """
+
+    prefill_tokens: int | None = None
+    requests: int | None = None
+
+
+OPEN = Limits()
+"""Nothing that runs there has a target."""
+
+
+def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds) -> int:
+    """Prompt tokens of an iteration, so that a step and its part of them stay below `SAFETY` of a target.
+
+    Args:
+        times: of the engine.
+        step_ms: of its decode step; 0 if nothing decodes, and nothing waits for prompts.
+        tpot_ms: the tightest target; may be infinite.
+        bounds: the result is a multiple of its pages, at least one page, of a coarse ladder so that it rarely changes.
+    """
+    most = max(bounds.page_tokens, bounds.prefill_tokens)
+    if math.isinf(tpot_ms) or step_ms <= 0:
+        return most
+    spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
+    fitting = bounds.page_tokens
+    for pages in _ladder(most // bounds.page_tokens):
+        if times.prefill_ms(pages * bounds.page_tokens) > spare_ms:
+            break
+        fitting = pages * bounds.page_tokens
+    return fitting
+
+
+def limits_for(times: Times, running: int, context: float, promised: int, tpot_ms: float, bounds: Bounds) -> Limits:
+    """What an engine may do in an iteration.
+
+    Args:
+        times: of the engine.
+        running: requests on it.
+        context: tokens that they have together.
+        promised: those among them that have been promised their targets.
+        tpot_ms: the tightest of these; infinite if there is none.
+        bounds: of its TP size.
+    """
+    if math.isinf(tpot_ms) or not running:
+        return OPEN
+    chunk = chunk_tokens(times, times.decode_ms(running, context), tpot_ms, bounds)
+    spare_ms = SAFETY * tpot_ms - times.prefill_ms(bounds.page_tokens) / STEPS
+    # What has been promised may always run, and the next one.
+    fitting = min(bounds.requests, promised + 1)
+    for requests in _ladder(bounds.requests):
+        if times.decode_ms(requests, context / running * requests) > spare_ms:
+            break
+        fitting = max(fitting, requests)
+    return Limits(
+        None if chunk >= bounds.prefill_tokens else chunk,
+        None if fitting >= bounds.requests else fitting,
+    )
+
+
+def _ladder(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... and `most`."""
+    steps, at = {1, max(1, most)}, 2
+    while at < most:
+        steps |= {at, min(most, at + at // 2)}
+        at *= 2
+    return sorted(steps)

@@ -1,0 +1,254 @@
+"""Measure how long prefill and decode take at each TP size: `python -m sglang_adapt.profile --output FILE`.
+
+Asks a running server, which should have nothing else to do. For each TP size it goes over to the layout that has all
+GPUs at that size, loads every engine alike, and times what a client sees, so that the figures hold the server's own
+overhead. The layout that served before is restored. Works on virtual GPUs, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from sglang_adapt.core.layout import uniform_layout
+from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile, write_profile
+
+_PREFILL = (16, 64, 256, 1024, 4096, 16384)
+_PREFIX = (0, 1024, 8192)
+_BATCH = (1, 4, 16, 64, 128)
+_CONTEXT = (64, 512, 4096)
+_STEPS = 24
+_TIMEOUT_S = 600.0
+
+
+class ProfilingError(RuntimeError):
+    """The server cannot be measured; the text says why."""
+
+
+def prefill_sizes(longest: int, most: int) -> list[tuple[int, int]]:
+    """(new tokens, cached tokens) to measure: those of the table that fit into a request.
+
+    Args:
+        longest: tokens of the longest request.
+        most: new tokens at most.
+    """
+    return [
+        (tokens, prefix)
+        for prefix in _PREFIX
+        for tokens in _PREFILL
+        if tokens <= most and prefix + tokens + 2 <= longest
+    ] or [(max(1, longest // 2), 0)]
+
+
+def decode_sizes(longest: int, capacity: int, most_requests: int) -> list[tuple[int, int]]:
+    """(requests, tokens of each when its prompt is read) to measure: those that an engine can hold.
+
+    Args:
+        longest: tokens of the longest request.
+        capacity: tokens of KV that an engine holds.
+        most_requests: that it runs at a time.
+    """
+    return [
+        (batch, context)
+        for context in _CONTEXT
+        for batch in _BATCH
+        if context + 2 * _STEPS + 2 <= longest
+        and batch * (context + 2 * _STEPS) <= capacity // 2
+        and batch <= most_requests
+    ] or [(1, 1)]
+
+
+def middle_step_ms(times: Sequence[Sequence[tuple[float, int]]]) -> float:
+    """The mean time of a decode step while all streams decoded, in ms.
+
+    Args:
+        times: of each stream, (seconds, tokens that it has) of each chunk; at least two.
+
+    Raises:
+        NoOverlapError: the streams were not all decoding at the same time.
+    """
+    begin, end = max(stream[0][0] for stream in times), min(stream[-1][0] for stream in times)
+    steps = []
+    for stream in times:
+        inside = [(at, tokens) for at, tokens in stream if begin <= at <= end]
+        if len(inside) >= 2 and inside[-1][1] > inside[0][1]:
+            steps.append((inside[-1][0] - inside[0][0]) * 1000 / (inside[-1][1] - inside[0][1]))
+    if not steps:
+        raise NoOverlapError(f"{len(times)} requests never decoded at the same time; is the server busy?")
+    return statistics.median(steps)
+
+
+class NoOverlapError(ProfilingError):
+    """Requests that were to decode together did not."""
+
+
+class _Server:
+    """What is asked of the server.
+
+    Args:
+        session: with no limit on connections and the key in its headers.
+        url: its address.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
+        self._session = session
+        self._url = url
+        self._rng = random.Random(seed)
+        self.vocab = 100
+
+    async def get(self, path: str) -> Any:
+        async with self._session.get(self._url + path) as answer:
+            if answer.status != 200:
+                raise ProfilingError(f"{self._url}{path} answers {answer.status}: {(await answer.text())[:300]}")
+            return await answer.json()
+
+    async def go_to(self, layout: str) -> None:
+        async with self._session.post(f"{self._url}/adapt/layout", json={"layout": layout}) as answer:
+            if answer.status != 200:
+                raise ProfilingError(f"no way to layout {layout}: {(await answer.text())[:300]}")
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self._rng.randrange(10, self.vocab) for _ in range(tokens)]
+
+    async def stream(self, prompt: list[int], output: int) -> tuple[float, list[tuple[float, int]]]:
+        """(seconds when it was sent, (seconds, tokens) of each chunk)."""
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": output, "temperature": 0, "ignore_eos": True},
+            "stream": True,
+        }
+        sent, chunks = time.perf_counter(), []
+        async with self._session.post(f"{self._url}/generate", json=body) as answer:
+            if answer.status != 200:
+                raise ProfilingError(
+                    f"a request of {len(prompt)} tokens: {answer.status}: {(await answer.text())[:300]}"
+                )
+            async for line in answer.content:
+                if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
+                    fields = json.loads(line[5:])
+                    if "error" in fields:
+                        raise ProfilingError(f"a request of {len(prompt)} tokens failed: {fields['error']}")
+                    chunks.append((time.perf_counter(), fields["meta_info"]["completion_tokens"]))
+        if not chunks:
+            raise ProfilingError(f"a request of {len(prompt)} tokens gave no token")
+        return sent, chunks
+
+    async def prefill_ms(self, engines: int, tokens: int, prefix: int, repeats: int) -> float:
+        """Time to the first token with nothing else to do; the median of some."""
+        cached = self.prompt(prefix)
+        if cached:
+            await asyncio.gather(*(self.stream(cached, 1) for _ in range(engines)))
+        seen = []
+        for _ in range(repeats):
+            sent, chunks = await self.stream(cached + self.prompt(tokens), 1)
+            seen.append((chunks[0][0] - sent) * 1000)
+        return statistics.median(seen)
+
+    async def decode_ms(self, engines: int, batch: int, context: int, longest: int) -> float:
+        """Time of a step of `batch` requests on every engine.
+
+        The first requests may have ended before the last is read; then all give twice as many tokens, up to `longest`.
+        """
+        output = _STEPS * 2
+        while True:
+            streams = (self.stream(self.prompt(context), output) for _ in range(engines * batch))
+            try:
+                return middle_step_ms([chunks for _, chunks in await asyncio.gather(*streams)])
+            except NoOverlapError:
+                output *= 2
+                if context + output + 2 > longest:
+                    raise
+
+
+async def measure(url: str, api_key: str | None, longest: int | None, repeats: int, seed: int) -> Profile:
+    """Measure all TP sizes of the server at `url`.
+
+    Args:
+        url: the server.
+        api_key: its admin key, or None.
+        longest: prompts of at most so many tokens; None for what the server takes.
+        repeats: of each prefill.
+        seed: of the prompts.
+
+    Raises:
+        ProfilingError: it cannot be measured.
+        aiohttp.ClientError: it does not answer.
+    """
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers
+    ) as session:
+        server = _Server(session, url.rstrip("/"), seed)
+        said, info = await server.get("/adapt/slo"), await server.get("/server_info")
+        key = msgspec.convert(said["profile_key"], ProfileKey)
+        if said["config"] is not None:
+            raise ProfilingError("this server has tiers, which would hold requests back; start it without them")
+        request, capacity = int(info["max_req_input_len"]), int(info["max_total_num_tokens"])
+        limit = request if longest is None else min(longest, request)
+        running = int(info.get("max_running_requests") or 4096)
+        before = (await server.get("/adapt/engines"))["layout"]
+        sizes = []
+        try:
+            for tp in said["tp_sizes"]:
+                engines = said["gpus"] // tp
+                if len(said["tp_sizes"]) > 1:
+                    await server.go_to(str(uniform_layout(tp, said["gpus"])))
+                await server.decode_ms(engines, 1, 1, request)
+                sizes.append(await _measure_size(server, tp, engines, limit, request, capacity, running, repeats))
+        finally:
+            if len(said["tp_sizes"]) > 1:
+                await server.go_to(before)
+        return Profile(key, tuple(sizes))
+
+
+async def _measure_size(
+    server: _Server, tp: int, engines: int, limit: int, longest: int, capacity: int, running: int, repeats: int
+) -> TpProfile:
+    prefill, decode = [], []
+    for tokens, prefix in prefill_sizes(limit, limit):
+        ms = await server.prefill_ms(engines, tokens, prefix, repeats)
+        prefill.append(PrefillPoint(tokens, prefix, round(ms, 4)))
+        print(f"TP {tp}: prefill of {tokens} tokens behind {prefix}: {ms:.2f} ms", flush=True)
+    for batch, context in decode_sizes(limit, capacity, running):
+        ms = await server.decode_ms(engines, batch, context, longest)
+        decode.append(DecodePoint(batch, batch * (context + _STEPS), round(ms, 4)))
+        print(f"TP {tp}: decode step of {batch} requests with {context} tokens each: {ms:.2f} ms", flush=True)
+    return TpProfile(tp, tuple(prefill), tuple(decode))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if the profile was written, 1 if the server cannot be measured."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_adapt.profile", description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
+    parser.add_argument("--api-key", help="its admin key, if it has one")
+    parser.add_argument("--output", type=Path, required=True, help="where the profile is written, as JSON")
+    parser.add_argument("--longest", type=int, metavar="TOKENS", help="longest prompt (default: what the server takes)")
+    parser.add_argument("--repeats", type=int, default=5, help="times that each prefill is measured (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    options = parser.parse_args(argv)
+    if options.repeats < 1 or (options.longest is not None and options.longest < 4):
+        parser.error("--repeats is at least 1 and --longest at least 4")
+    try:
+        profile = asyncio.run(measure(options.url, options.api_key, options.longest, options.repeats, options.seed))
+        write_profile(options.output, profile)
+    except (ProfilingError, aiohttp.ClientError, TimeoutError, OSError) as error:
+        print(f"error: {options.url} cannot be measured: {error}", file=sys.stderr)
+        return 1
+    print(f"written: {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

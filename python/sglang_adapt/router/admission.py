@@ -1,0 +1,443 @@
+"""What the router knows of requests with tiers: what was promised, what waits, what engines have to do.
+
+Decisions are those of `policy.admission`; here are the figures that they need, kept up from what passes the router, and
+the requests that wait for room. The router itself (`router.py`) keeps where each request is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, RequestReport
+from sglang_adapt.core.slo import SloConfig, Terms, request_terms
+from sglang_adapt.policy.admission import (
+    WINDOW_MS,
+    Decision,
+    Job,
+    Load,
+    Outcome,
+    admit,
+    aged_place,
+    forecast,
+    prompts_ms,
+    room_for,
+)
+from sglang_adapt.policy.limits import Bounds, Limits, chunk_tokens, limits_for
+from sglang_adapt.policy.profile import Corrected, Correction
+from sglang_adapt.policy.tiers import TierSettings
+from sglang_adapt.router.engine import Engine
+from sglang_adapt.upstream.limits import BACKGROUND, BEST_EFFORT, FEASIBLE
+
+TICKET_MS = 5000.0
+"""A request that was admitted keeps its place this long until it comes tokenized."""
+_PREFIXES = (1024, 256, 64)
+"""Lengths of prompts' beginnings, in tokens, by which engines are remembered."""
+_REMEMBERED = 8192
+_FEW_TOKENS = 8
+"""Requests with fewer output tokens say little of decode steps."""
+_FIRST_GUESS_OUTPUT = 128.0
+_EXPECTED_MS = 10_000.0
+"""A tier that has had a request in this time is expected to have another one."""
+_SPARE_OF_TTFT = 0.5
+"""Work without a promise may put prompts before the next feasible request for this part of the smallest TTFT target."""
+
+
+_PRIORITY = {Outcome.FEASIBLE: FEASIBLE, Outcome.BEST_EFFORT: BEST_EFFORT, Outcome.BACKGROUND: BACKGROUND}
+
+
+@dataclass(slots=True)
+class _Record:
+    """One request from its arrival to its end."""
+
+    terms: Terms
+    tokens: int
+    arrived_ms: float
+    decision: Decision
+    most_output: int | None = None
+    sent_ms: float | None = None
+    first_ms: float | None = None
+    last_ms: float = 0.0
+    output: int = 0
+    aged: bool = False
+    sent_forecast_ms: float = 0.0
+    first_step_ms: float = 0.0
+    engine: str = ""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """An admitted request that has not come tokenized yet."""
+
+    request: AdmitRequest
+    decision: Decision
+    expires_ms: float
+
+
+class Admission:
+    """See the module.
+
+    Args:
+        settings: tiers, which there are, and speed.
+        tp_of: TP size of every engine, by name.
+        bounds: of an engine's iterations, by TP size.
+        report: told how each request has ended.
+        clock_ms: CLOCK_MONOTONIC in ms.
+    """
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        tp_of: Mapping[str, int],
+        bounds: Mapping[int, Bounds],
+        report: Callable[[RequestReport], None],
+        clock_ms: Callable[[], float],
+    ) -> None:
+        if settings.config is None:
+            raise ValueError("there are no tiers to admit by")
+        self.config: SloConfig = settings.config
+        self._times = {tp: settings.times(tp) for tp in set(tp_of.values())}
+        most = 4.0 if settings.profile is not None else 32.0
+        self.corrections = {tp: Correction(most=most) for tp in self._times}
+        self._tp_of = tp_of
+        self._bounds = bounds
+        self._report = report
+        self._clock_ms = clock_ms
+        self._records: dict[str, _Record] = {}
+        self._tickets: OrderedDict[int, _Ticket] = OrderedDict()
+        self._named: dict[str, AdmitRequest] = {}
+        self._held: dict[Outcome, OrderedDict[str, None]] = {
+            Outcome.BEST_EFFORT: OrderedDict(),
+            Outcome.BACKGROUND: OrderedDict(),
+        }
+        self._waiting: Counter[str] = Counter()
+        self._prefill: dict[str, tuple[float, float]] = {}
+        self._outputs: dict[str, float] = {}
+        self._prefixes: OrderedDict[bytes, str] = OrderedDict()
+        self._turn = 0
+        self._seen_ms: dict[str, float] = {}
+
+    @property
+    def held(self) -> int:
+        """Requests that wait here for room."""
+        return sum(map(len, self._held.values()))
+
+    def reload(self, config: SloConfig) -> None:
+        """Other tiers from now on; what has been admitted keeps its terms."""
+        self.config = config
+        names = {tier.name for tier in config.tiers}
+        self._outputs = {name: tokens for name, tokens in self._outputs.items() if name in names}
+        self._waiting += Counter()  # Drops tiers of which nothing waits.
+
+    # Requests arrive.
+
+    def ask(self, request: AdmitRequest, engines: Sequence[Engine]) -> AdmitAnswer:
+        """Decide about a request before it is tokenized; an admitted one has its place kept for `TICKET_MS`.
+
+        While no engine serves, as in a switch, what the queue of its tier has room for is admitted, to wait for one.
+        """
+        now = self._forget_tickets()
+        job = self._job(request.terms, request.tokens, request.output, now - request.arrived_ms)
+        decision = self._decide(request.terms, job, self._loads(engines))
+        if decision.outcome is Outcome.REFUSED:
+            return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason)
+        self._tickets[request.id] = _Ticket(request, decision, now + TICKET_MS)
+        return AdmitAnswer(request.id, True)
+
+    def give_back(self, ticket: int) -> None:
+        """An admitted request will not come; its place is free."""
+        self._tickets.pop(ticket, None)
+
+    def named(self, rid: str, request: AdmitRequest) -> None:
+        """The request `rid`, which comes next, was admitted as this; it takes its place now."""
+        self._tickets.pop(request.id, None)
+        self._named[rid] = request
+
+    def offer(self, rid: str, tokens: int, ids: bytes, engines: Sequence[Engine]) -> str | None:
+        """A tokenized request has come: the engine that it goes to, or None: it is held until `next_held` names it.
+
+        Args:
+            rid: its id.
+            tokens: of its prompt.
+            ids: they themselves, int64, or nothing.
+            engines: those that serve, at least one.
+        """
+        now = self._forget_tickets()
+        request, known = self._named.pop(rid, None), self._records.get(rid)
+        if known is not None:
+            # Its engine has gone before it was sent, and a switch held it.
+            terms, arrived, output = known.terms, known.arrived_ms, known.most_output
+        elif request is not None:
+            terms, arrived, output = request.terms, request.arrived_ms, request.output
+        else:
+            terms, arrived, output = request_terms(self.config), now, None
+        loads = self._loads(engines, ids)
+        # It has been admitted: if its place is gone by now it is late, but it is not refused any more.
+        job = self._job(terms, tokens, output, now - arrived)
+        decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
+        self._records[rid] = _Record(terms, tokens, arrived, decision, output)
+        if terms.tpot_ms is not None:
+            self._seen_ms[terms.tier] = now
+        if known is None:
+            self._waiting[terms.tier] += 1
+        if decision.outcome is Outcome.FEASIBLE:
+            assert decision.engine is not None
+            return decision.engine
+        self._held[decision.outcome][rid] = None
+        return None
+
+    def next_held(self, engines: Sequence[Engine]) -> tuple[str, str] | None:
+        """(request, engine) of what is held and may go now; the caller sends it, and asks again."""
+        if not engines:
+            return None
+        heads = [(self._records[next(iter(queue))].arrived_ms, kind) for kind, queue in self._held.items() if queue]
+        if not heads:
+            return None
+        loads = self._loads(engines)
+        oldest_ms, oldest = min(heads)
+        if self._clock_ms() - oldest_ms > self.config.background_wait_s * 1000:
+            at = aged_place(loads, [self._aged_on(engine) for engine in engines])
+            if at is not None:
+                return self._let_go(oldest, engines[at].name, aged=True)
+        for kind in (Outcome.BEST_EFFORT, Outcome.BACKGROUND):
+            if not self._held[kind]:
+                continue
+            record = self._records[next(iter(self._held[kind]))]
+            job = self._job(record.terms, record.tokens, record.most_output, 0.0)
+            at = room_for(job, loads, self._spare_ms(), self._turn)
+            if at is not None:
+                self._turn = (at + 1) % len(loads)
+                return self._let_go(kind, engines[at].name, aged=False)
+            # What is behind it in its own queue waits for it; background work behind best effort does, too.
+            return None
+        return None
+
+    def _let_go(self, kind: Outcome, engine: str, *, aged: bool) -> tuple[str, str]:
+        rid, _ = self._held[kind].popitem(last=False)
+        self._records[rid].aged = aged
+        return rid, engine
+
+    def priority(self, rid: str) -> int:
+        """Stock's `priority` of a request: by what was promised. Old work counts as promised: it waits no longer."""
+        record = self._records.get(rid)
+        if record is None or record.aged:
+            return FEASIBLE
+        return _PRIORITY[record.decision.outcome]
+
+    def limits(self, engine: Engine) -> Limits:
+        """What an engine may do in an iteration now."""
+        load = self._loads([engine])[0]
+        promised = sum(
+            1
+            for rid in engine.in_flight
+            if (record := self._records.get(rid)) is not None and record.decision.outcome is Outcome.FEASIBLE
+        )
+        return limits_for(load.times, load.requests, load.context, promised, load.tightest_tpot_ms, load.bounds)
+
+    # Requests run.
+
+    def placed(self, rid: str, engine: Engine, ids: bytes) -> None:
+        """A request was sent to an engine, which has it in flight now."""
+        record = self._records.get(rid)
+        if record is None:
+            return
+        now = self._clock_ms()
+        if record.sent_ms is None:
+            record.sent_ms = now
+        name = record.engine = engine.name
+        load = self._loads([engine], ids)[0]
+        cached, times = load.cached, load.times
+        # Of itself, the load has one request and its prompt.
+        step = times.decode_ms(load.requests - 1, load.context - record.tokens)
+        chunk = chunk_tokens(times, step, load.tightest_tpot_ms, load.bounds)
+        between = step if load.decoding else 0.0
+        record.sent_forecast_ms = step + prompts_ms(times, max(1, load.prefill_tokens - cached), cached, between, chunk)
+        own = times.prefill_ms(max(1, record.tokens - cached), cached)
+        self._prefill[name] = (self._prefill_ms(name, now) + own, now)
+        for key in _keys(ids):
+            self._prefixes[key] = name
+            self._prefixes.move_to_end(key)
+        while len(self._prefixes) > _REMEMBERED:
+            self._prefixes.popitem(last=False)
+
+    def output(self, rid: str, total: int, engine: Engine) -> None:
+        """Output of a request has passed: it has `total` tokens now."""
+        record = self._records.get(rid)
+        if record is None or total <= record.output:
+            return
+        now = self._clock_ms()
+        if record.first_ms is None:
+            record.first_ms = now
+            self._waiting[record.terms.tier] -= 1
+            record.first_step_ms = self._step_ms(engine)
+            if record.sent_ms is not None:
+                self._learn(engine.name, "prefill", record.sent_forecast_ms, now - record.sent_ms)
+        record.output, record.last_ms, record.engine = total, now, engine.name
+
+    def ended(self, rid: str, engine: Engine | None, *, finished: bool) -> None:
+        """A request has ended: finished, or aborted or failed."""
+        self._named.pop(rid, None)
+        record = self._records.pop(rid, None)
+        if record is None:
+            return
+        for queue in self._held.values():
+            queue.pop(rid, None)
+        if record.first_ms is None:
+            self._waiting[record.terms.tier] -= 1
+            if finished:
+                # It asked for no token: its answer is what it waited for.
+                record.first_ms = self._clock_ms()
+        tpot = None
+        if record.first_ms is not None and record.output > 1:
+            tpot = (record.last_ms - record.first_ms) / (record.output - 1)
+            if finished and engine is not None and record.output >= _FEW_TOKENS:
+                self._learn(engine.name, "decode", (record.first_step_ms + self._step_ms(engine)) / 2, tpot)
+        if finished:
+            tier = record.terms.tier
+            known = self._outputs.get(tier, float(record.output))
+            self._outputs[tier] = known + 0.05 * (record.output - known)
+        self._report(
+            RequestReport(
+                rid=rid,
+                terms=record.terms,
+                outcome=record.decision.outcome.value,
+                ended="finished" if finished else "stopped",
+                engine=record.engine,
+                arrived_ms=record.arrived_ms,
+                queue_ms=None if record.sent_ms is None else record.sent_ms - record.arrived_ms,
+                ttft_ms=None if record.first_ms is None else record.first_ms - record.arrived_ms,
+                tpot_ms=tpot,
+                forecast_ttft_ms=record.decision.ttft_ms,
+                forecast_tpot_ms=record.decision.tpot_ms,
+                prompt_tokens=record.tokens,
+                output_tokens=record.output,
+            )
+        )
+
+    # Figures.
+
+    def _decide(self, terms: Terms, job: Job, loads: Sequence[Load], *, unlimited: bool = False) -> Decision:
+        names = {tier.name: tier.queue_limit for tier in self.config.tiers}
+        waiting = self._waiting[terms.tier] + sum(
+            ticket.request.terms.tier == terms.tier for ticket in self._tickets.values()
+        )
+        limit = 1 << 62 if unlimited else names.get(terms.tier, 1 << 62)
+        return admit(job, loads, reject=terms.reject, waiting=waiting, queue_limit=limit)
+
+    def _job(self, terms: Terms, tokens: int, most_output: int | None, waited_ms: float) -> Job:
+        output = self._outputs.get(terms.tier, _FIRST_GUESS_OUTPUT)
+        if most_output is not None:
+            output = min(output, most_output)
+        return Job(tokens, output, terms.ttft_ms, terms.tpot_ms, max(0.0, waited_ms))
+
+    def _loads(self, engines: Sequence[Engine], ids: bytes = b"") -> list[Load]:
+        now = self._clock_ms()
+        promised: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
+        tightest: dict[str, float] = {}
+        for ticket in self._tickets.values():
+            name = ticket.decision.engine
+            if name is not None:
+                promised[name] += 1
+                tokens[name] += ticket.request.tokens
+                tightest[name] = min(tightest.get(name, math.inf), ticket.request.terms.tpot_ms or math.inf)
+        loads, guard_ms = [], self._guard_ms()
+        for engine in engines:
+            name = engine.name
+            unread, context, tight = tokens[name], float(tokens[name]), tightest.get(name, math.inf)
+            decoding = preemptible = 0
+            for rid, prompt in engine.in_flight.items():
+                record = self._records.get(rid)
+                if record is None:
+                    context += prompt
+                    continue
+                context += prompt + record.output
+                if record.first_ms is None:
+                    unread += prompt
+                else:
+                    decoding += 1
+                preemptible += self.priority(rid) == BACKGROUND
+                if record.decision.outcome is Outcome.FEASIBLE and record.terms.tpot_ms is not None:
+                    tight = min(tight, record.terms.tpot_ms)
+            requests = len(engine.in_flight) + promised[name]
+            loads.append(
+                Load(
+                    name,
+                    self._of(name),
+                    requests,
+                    unread,
+                    context,
+                    tight,
+                    self._prefill_ms(name, now),
+                    self._bounds[self._tp_of[name]],
+                    self._cached(name, ids),
+                    guard_ms,
+                    decoding,
+                    preemptible,
+                )
+            )
+        return loads
+
+    def _of(self, engine: str) -> Corrected:
+        tp = self._tp_of[engine]
+        return Corrected(self._times[tp], self.corrections[tp])
+
+    def _prefill_ms(self, engine: str, now: float) -> float:
+        value, at = self._prefill.get(engine, (0.0, now))
+        return value * math.exp((at - now) / WINDOW_MS)
+
+    def _step_ms(self, engine: Engine) -> float:
+        """Time between tokens on an engine, as it is now."""
+        load = self._loads([engine])[0]
+        if not load.requests:
+            return 0.0
+        return forecast(Job(0, 0.0, None, None), replace(load, requests=load.requests - 1)).tpot_ms
+
+    def _learn(self, engine: str, what: str, predicted_ms: float, actual_ms: float) -> None:
+        tp = self._tp_of[engine]
+        known = self.corrections[tp]
+        learned = known.with_prefill if what == "prefill" else known.with_decode
+        self.corrections[tp] = learned(predicted_ms, actual_ms)
+
+    def _spare_ms(self) -> float:
+        targets = [tier.ttft_ms for tier in self.config.tiers if tier.ttft_ms is not None]
+        return _SPARE_OF_TTFT * min(targets, default=math.inf)
+
+    def _guard_ms(self) -> float:
+        """The smallest TPOT target of tiers that had requests of late; those of single requests do not count."""
+        now = self._clock_ms()
+        self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
+        targets = (tier.tpot_ms for tier in self.config.tiers if tier.name in self._seen_ms)
+        return min((target for target in targets if target is not None), default=math.inf)
+
+    def _aged_on(self, engine: Engine) -> int:
+        return sum(1 for rid in engine.in_flight if (record := self._records.get(rid)) is not None and record.aged)
+
+    def _cached(self, engine: str, ids: bytes) -> int:
+        for length, key in zip(_lengths(ids), _keys(ids), strict=True):
+            if self._prefixes.get(key) == engine:
+                return length
+        return 0
+
+    def _forget_tickets(self) -> float:
+        """Drop tickets whose time is over; returns the time."""
+        now = self._clock_ms()
+        while self._tickets and next(iter(self._tickets.values())).expires_ms < now:
+            self._tickets.popitem(last=False)
+        return now
+
+
+def replace_reject(terms: Terms) -> Terms:
+    """The same terms without the wish to be refused."""
+    return Terms(terms.tier, terms.ttft_ms, terms.tpot_ms, False, terms.background)
+
+
+def _lengths(ids: bytes) -> list[int]:
+    return [length for length in _PREFIXES if len(ids) >= 8 * length]
+
+
+def _keys(ids: bytes) -> list[bytes]:
+    return [blake2b(ids[: 8 * length], digest_size=16).digest() for length in _lengths(ids)]

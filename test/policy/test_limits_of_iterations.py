@@ -1,0 +1,45 @@
+"""How much an engine may do in an iteration."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_adapt.policy.limits import OPEN, SAFETY, STEPS, Bounds, Limits, chunk_tokens, limits_for
+from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
+
+H100 = ReckonedTimes(ModelFigures(1, 32, 16_060_522_496, 131_072, 2), gpu_figures("H100")[0])
+BOUNDS = Bounds(16, 8192, 256)
+
+
+def test_without_a_target_or_a_step_there_is_no_limit() -> None:
+    assert limits_for(H100, 9, 900.0, 0, math.inf, BOUNDS) == OPEN
+    assert limits_for(H100, 0, 0.0, 0, 10.0, BOUNDS) == OPEN
+    assert chunk_tokens(H100, 0.0, 10.0, BOUNDS) == 8192
+
+
+def test_a_tighter_target_makes_smaller_parts() -> None:
+    chunks = [chunk_tokens(H100, 8.0, tpot_ms, BOUNDS) for tpot_ms in (10.0, 20.0, 50.0, 100.0, 1000.0)]
+    assert chunks == sorted(chunks) and chunks[0] == 16 and chunks[-1] == 8192
+    assert 64 < chunks[1] < chunks[2] < 8192
+
+
+def test_what_was_promised_may_always_run() -> None:
+    """Even where the prediction says that it is too much."""
+    assert limits_for(H100, 40, 40_000.0, 40, 1.0, BOUNDS) == Limits(16, 41)
+    assert limits_for(H100, 256, 40_000.0, 256, 1.0, BOUNDS) == Limits(16, None)
+
+
+@given(st.integers(1, 256), st.floats(1, 1e6), st.floats(1, 200), st.sampled_from([1, 16, 64]))
+def test_a_step_and_its_prompts_stay_below_the_target(running: int, context: float, tpot: float, page: int) -> None:
+    bounds = Bounds(page, 8192, 256)
+    step = H100.decode_ms(running, context)
+    limits = limits_for(H100, running, context, 0, tpot, bounds)
+    chunk = bounds.prefill_tokens if limits.prefill_tokens is None else limits.prefill_tokens
+    assert chunk % page == 0 and page <= chunk <= 8192
+    assert chunk == page or step + H100.prefill_ms(chunk) / STEPS <= SAFETY * tpot
+    requests = bounds.requests if limits.requests is None else limits.requests
+    assert 1 <= requests <= 256
+    assert requests == 1 or H100.decode_ms(requests, context / running * requests) <= SAFETY * tpot

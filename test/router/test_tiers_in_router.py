@@ -1,0 +1,413 @@
+"""Requests with tiers in the router: who goes where, who waits, who is refused, and what is told in the end."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import fields
+from router_fakes import World, generate
+from sglang.srt.managers.io_struct import AbortReq, TokenizedEmbeddingReqInput, msgpack_decode
+
+from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.core.messages import AdmitRequest, RequestReport
+from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
+from sglang_adapt.core.slo import SloConfig, Terms, Tier, WhenInfeasible, request_terms
+from sglang_adapt.policy.limits import OPEN, Bounds, Limits
+from sglang_adapt.policy.tiers import TierSettings
+from sglang_adapt.router.admission import TICKET_MS, Admission
+from sglang_adapt.upstream import wire
+
+CONFIG = SloConfig(
+    (
+        Tier("strict", 100.0, 10.0),
+        Tier("picky", 100.0, 10.0, when_infeasible=WhenInfeasible.REJECT, queue_limit=5),
+        Tier("night", background=True),
+    ),
+    "strict",
+    background_wait_s=30.0,
+)
+KEY = ProfileKey("m", "float32", "g", "0.5.17", "2.11.0", "torch_native")
+# A token of a prompt takes 1 ms, a step 1 ms a request (and never less than 2).
+PROFILE = Profile(
+    KEY,
+    tuple(
+        TpProfile(
+            tp,
+            (PrefillPoint(1, 0, 1.0), PrefillPoint(1000, 0, 1000.0)),
+            (DecodePoint(1, 1, 2.0), DecodePoint(2, 1, 2.0), DecodePoint(100, 1, 100.0), DecodePoint(1, 10**6, 2.0)),
+        )
+        for tp in (1, 2)
+    ),
+)
+
+
+class Tiered(World):
+    """A world with tiers and a clock that the test sets."""
+
+    def __init__(self, layout: str = "tp1@0,tp1@1") -> None:
+        self.now = 1000.0
+        self.reports: list[RequestReport] = []
+        settings = TierSettings(CONFIG, "test", KEY, (1, 2), 2, PROFILE, ())
+        self.admission = Admission(
+            settings,
+            {"tp1@0": 1, "tp1@1": 1, "tp2@0-1": 2},
+            dict.fromkeys((1, 2), Bounds(1, 512, 16)),
+            self.reports.append,
+            lambda: self.now,
+        )
+        super().__init__(layout, self.admission)
+        self._tickets = 0
+        self.warm()
+        for received in self.received.values():
+            received.clear()
+
+    def ask(self, tier: str, tokens: int = 8) -> tuple[AdmitRequest, bool, int]:
+        """(as it was asked, admitted, retry after) of a request that has just arrived."""
+        self._tickets += 1
+        terms = request_terms(CONFIG, tier)
+        request = AdmitRequest(self._tickets, terms, tokens, 4, self.now)
+        answer = self.admission.ask(request, self.router.serving())
+        return request, answer.admitted, answer.retry_after_s
+
+    def arrive(self, rid: str, tier: str, tokens: int = 8) -> bool:
+        ticket, admitted, _ = self.ask(tier, tokens)
+        if admitted:
+            self.router.on_front_message(wire.encode_ticket(rid, ticket))
+            self.request(rid, tokens)
+        return admitted
+
+    def placed(self) -> dict[str, list[str]]:
+        return {name: self.seen(name) for name in self.received if self.received[name]}
+
+
+def test_feasible_requests_go_to_the_least_load() -> None:
+    world = Tiered()
+    for number in range(4):
+        assert world.arrive(f"r{number}", "strict", tokens=20)
+    assert world.placed() == {"tp1@0": ["r0", "r2"], "tp1@1": ["r1", "r3"]}
+    world.check()
+
+
+def test_infeasible_requests_wait_until_there_is_room_and_feasible_ones_pass_them() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    world.arrive("late", "strict", tokens=45)
+    world.arrive("short", "strict", tokens=2)
+    assert world.placed() == {"tp2@0-1": ["long", "short"]}
+    assert world.router.in_flight == 3
+    world.now += 82
+    world.tokens("tp2@0-1", "long", [7], 1)
+    world.tokens("tp2@0-1", "short", [7], 1)
+    world.now += 5000
+    world.router.let_go()
+    assert world.placed() == {"tp2@0-1": ["long", "short", "late"]}
+    world.check()
+    world.finish("tp2@0-1", "long", "short", "late")
+    assert {report.rid: report.outcome for report in world.reports} == {
+        "long": "feasible",
+        "short": "feasible",
+        "late": "best_effort",
+    }
+    world.check()
+
+
+def test_a_tier_that_would_rather_not_wait_is_refused_before_it_is_tokenized() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    _, admitted, retry_after_s = world.ask("picky", 60)
+    assert (admitted, retry_after_s) == (False, 1)
+    world.finish("tp2@0-1", "long")
+    world.now += 5000
+    assert world.ask("picky", 60)[1]
+
+
+def test_a_place_is_kept_for_an_admitted_request_for_a_time() -> None:
+    world = Tiered("tp2@0-1")
+    assert world.ask("picky", 50)[1]
+    assert not world.ask("picky", 50)[1]
+    world.now += TICKET_MS + 1
+    assert world.ask("picky", 50)[1]
+
+
+def test_a_place_that_is_given_back_is_free() -> None:
+    world = Tiered("tp2@0-1")
+    ticket, admitted, _ = world.ask("picky", 50)
+    assert admitted and not world.ask("picky", 50)[1]
+    world.admission.give_back(ticket.id)
+    assert world.ask("picky", 50)[1]
+
+
+def test_terms_are_known_however_late_a_request_comes() -> None:
+    """Stock may send the requests of one call one after the other."""
+    world = Tiered("tp2@0-1")
+    ticket, _, _ = world.ask("picky")
+    for rid in ("first", "second"):
+        world.router.on_front_message(wire.encode_ticket(rid, ticket))
+        world.request(rid)
+        world.now += 2 * TICKET_MS
+        world.finish("tp2@0-1", rid)
+    assert [report.terms.tier for report in world.reports] == ["picky", "picky"]
+    assert world.admission._named == {}
+
+
+def test_a_request_that_lost_its_engine_to_a_switch_keeps_its_terms() -> None:
+    """The engine dies under the hands of the router while a switch holds the others."""
+    world = Tiered("tp2@0-1")
+    world.router.pause([])
+    world.connected["tp2@0-1"] = False
+    world.router._out = replace(world.router._out, lost=lambda engine: world.router._dispatch.remove(engine.name))
+    world.arrive("r", "picky")
+    assert world.router.in_flight == 1 and world.seen("tp2@0-1") == []
+    world.router.activate(parse_layout("tp1@0,tp1@1", (1, 2), 2))
+    world.finish("tp1@0", "r")
+    assert [report.terms.tier for report in world.reports] == ["picky"]
+    assert world.admission._waiting.total() == 0
+    world.check()
+
+
+def test_work_that_gives_no_tokens_is_not_admitted_by_tiers() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    embed = {field.name: None for field in fields(TokenizedEmbeddingReqInput) if field.required}
+    world.send(TokenizedEmbeddingReqInput(**embed | {"rid": "e", "input_ids": array("q", range(90))}))
+    assert [wire.request_head(data)[0] for data in world.received["tp2@0-1"]] == ["long", "e"]
+    assert "e" not in world.admission._records
+
+
+def test_a_request_for_no_token_waits_for_its_answer() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("r", "strict")
+    world.now += 9
+    world.finish("tp2@0-1", "r")
+    assert (world.reports[0].ttft_ms, world.reports[0].met) == (9.0, (True, True))
+
+
+def test_a_target_of_one_request_holds_up_nobody_else() -> None:
+    """Room is left for tiers that are to be expected, not for whatever target a client has named."""
+    world = Tiered("tp2@0-1")
+    terms = request_terms(CONFIG, "strict", tpot_header="2.1")
+    world.router.on_front_message(wire.encode_ticket("odd", AdmitRequest(99, terms, 1, 4, world.now)))
+    world.request("odd", 1)
+    world.finish("tp2@0-1", "odd")
+    world.arrive("s", "strict", tokens=1)
+    world.arrive("n", "night", tokens=1)
+    assert world.seen("tp2@0-1") == ["odd", "s", "n"]
+
+
+def test_nothing_is_remembered_of_what_a_drain_refuses() -> None:
+    world = Tiered("tp2@0-1")
+    ticket, _, _ = world.ask("strict")
+    world.router.accepting = False
+    world.router.on_front_message(wire.encode_ticket("r", ticket))
+    world.request("r")
+    assert [message.rid for message in world.tokenizer] == ["r"]
+    assert (world.admission._named, world.admission._records, dict(world.admission._tickets)) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_queue_is_bounded(serves: bool) -> None:
+    world = Tiered()
+    if not serves:
+        world.router.pause(["tp1@0", "tp1@1"])
+    assert [world.ask("picky", 1)[1] for _ in range(6)] == [True] * 5 + [False]
+
+
+def test_background_work_fills_what_is_left() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("s", "strict", tokens=2)
+    for number in range(12):
+        world.arrive(f"n{number}", "night", tokens=2)
+    sent = world.seen("tp2@0-1")
+    # With 7 requests a step takes 7 ms, three quarters of the target are 7.5.
+    assert 3 <= len(sent) <= 7 and sent[0] == "s"
+    assert world.admission.held == 13 - len(sent)
+    world.check()
+    world.now += 20_000
+    world.finish("tp2@0-1", *sent)
+    # Nothing with a target of late: background work has the engine to itself.
+    assert world.admission.held == 0
+    world.check()
+
+
+def test_nothing_waits_for_ever() -> None:
+    """Feasible requests keep the engine full; old work gets in one by one all the same."""
+    world = Tiered("tp2@0-1")
+    running = [f"s{number}" for number in range(7)]
+    for rid in running:
+        assert world.arrive(rid, "strict", tokens=1)
+    world.arrive("n0", "night", tokens=50)
+    world.arrive("n1", "night", tokens=50)
+    for rid in running:
+        world.tokens("tp2@0-1", rid, [7], 1)
+    for _ in range(29):
+        world.now += 1000
+        world.arrive(f"more{world.now}", "strict", tokens=1)
+        world.router.let_go()
+    assert not {"n0", "n1"} & set(world.seen("tp2@0-1"))
+    world.now += 1500
+    world.router.let_go()
+    assert "n0" in world.seen("tp2@0-1") and "n1" not in world.seen("tp2@0-1")
+    world.finish("tp2@0-1", "n0")
+    assert "n1" in world.seen("tp2@0-1")
+    world.check()
+
+
+def test_aborts_and_death_reach_what_waits() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    world.arrive("late1", "strict", tokens=60)
+    world.arrive("late2", "strict", tokens=60)
+    world.send(AbortReq(rid="late1"))
+    assert [message.rid for message in world.tokenizer] == ["late1"]
+    world.router.fail_all("the end")
+    assert {message.rid for message in world.tokenizer} == {"late1", "long", "late2"}
+    assert {report.ended for report in world.reports} == {"stopped"}
+    assert world.router.in_flight == 0
+    world.check()
+
+
+def test_an_engine_is_told_the_class_of_each_request() -> None:
+    """Promised, best effort, background; background work that has grown old is as promised."""
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    world.arrive("late", "strict", tokens=45)
+    world.arrive("night", "night", tokens=2)
+    world.arrive("old", "night", tokens=2)
+    world.now += 5000
+    world.tokens("tp2@0-1", "long", [7], 1)
+    world.finish("tp2@0-1", "long")
+    world.tokens("tp2@0-1", "late", [7], 1)
+    world.finish("tp2@0-1", "late")
+    sent = {message.rid: message for message in map(msgpack_decode, world.received["tp2@0-1"])}
+    assert {rid: message.priority for rid, message in sent.items()} == {"long": 2, "late": 1, "night": 0, "old": 0}
+    assert sent["late"].input_ids == generate("late", 45).input_ids
+    world.arrive("full", "strict", tokens=80)
+    for number in range(16):
+        world.arrive(f"n{number}", "night", tokens=40)
+    world.now += 31_000
+    world.router.let_go()
+    aged = {rid: record for rid, record in world.admission._records.items() if record.aged}
+    assert len(aged) == 1
+    sent = {message.rid: message.priority for message in map(msgpack_decode, world.received["tp2@0-1"])}
+    assert [sent[rid] for rid in aged] == [2]
+
+
+def test_limits_follow_what_was_promised() -> None:
+    world = Tiered("tp2@0-1")
+    engine = world.engine("tp2@0-1")
+    world.arrive("n", "night", tokens=2)
+    assert world.admission.limits(engine) == OPEN
+    world.arrive("s", "strict", tokens=2)
+    # Of 10 ms 9 may be used; a step takes 2, so 24 tokens of the ladder (1 ms each) fit beside four, or 8 requests.
+    assert world.admission.limits(engine) == Limits(24, 8)
+    world.finish("tp2@0-1", "s")
+    assert world.admission.limits(engine) == OPEN
+
+
+def test_a_switch_of_layout_keeps_what_waits() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+    world.arrive("late", "strict", tokens=45)
+    world.router.pause(["tp2@0-1"])
+    world.arrive("new", "strict", tokens=1)
+    world.router.activate(parse_layout("tp1@0,tp1@1", (1, 2), 2))
+    assert {rid for name in ("tp1@0", "tp1@1") for rid in world.seen(name)} == {"late", "new"}
+    world.check()
+
+
+def test_report_has_times_and_forecasts() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("r", "strict", tokens=20)
+    world.now += 30
+    world.tokens("tp2@0-1", "r", [7], 1)
+    world.now += 40
+    world.tokens("tp2@0-1", "r", [7] * 10, 11)
+    world.finish("tp2@0-1", "r")
+    (report,) = world.reports
+    assert (report.ttft_ms, report.tpot_ms, report.queue_ms) == (30.0, 4.0, 0.0)
+    assert report.forecast_ttft_ms == pytest.approx(20.0) and report.met == (True, True)
+    assert (report.terms, report.output_tokens, report.ended) == (Terms("strict", 100.0, 10.0), 11, "finished")
+
+
+def test_what_is_seen_corrects_what_is_predicted() -> None:
+    world = Tiered("tp2@0-1")
+    for number in range(60):
+        world.arrive(f"r{number}", "strict", tokens=20)
+        world.now += 40
+        world.tokens("tp2@0-1", f"r{number}", [7], 1)
+        world.now += 40
+        world.tokens("tp2@0-1", f"r{number}", [7] * 10, 11)
+        world.finish("tp2@0-1", f"r{number}")
+        world.now += 10_000
+    assert world.admission.corrections[2].prefill == pytest.approx(2.0, rel=0.1)
+    assert world.admission.corrections[2].decode == pytest.approx(2.0, rel=0.25)
+    assert world.admission.corrections[1].prefill == 1.0
+
+
+def test_a_slow_spell_is_forgotten() -> None:
+    """After it nothing is feasible, but what runs without a promise shows that the engine is fast again."""
+    world = Tiered("tp2@0-1")
+
+    def run(rid: str, ttft_ms: float, tpot_ms: float) -> str:
+        world.arrive(rid, "strict", tokens=25)
+        world.router.let_go()
+        world.now += ttft_ms
+        world.tokens("tp2@0-1", rid, [7], 1)
+        world.now += 10 * tpot_ms
+        world.tokens("tp2@0-1", rid, [7] * 10, 11)
+        world.finish("tp2@0-1", rid)
+        world.now += 10_000
+        return world.reports[-1].outcome
+
+    assert [run(f"slow{n}", 4000, 300) for n in range(40)][-1] == "best_effort"
+    assert [run(f"fast{n}", 25, 2) for n in range(60)][-1] == "feasible"
+
+
+def test_other_tiers_from_now_on() -> None:
+    world = Tiered()
+    world.arrive("old", "picky")
+    world.admission.reload(SloConfig((Tier("only", 50.0, 5.0),), "only"))
+    world.request("new")
+    world.finish("tp1@0", "old")
+    world.finish("tp1@1", "new")
+    assert [report.terms.tier for report in world.reports] == ["picky", "only"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["strict", "picky", "night"]), st.integers(1, 120), st.integers(0, 80))))
+@settings(deadline=None, max_examples=40)
+def test_every_request_ends_once_whatever_comes(arrivals: list[tuple[str, int, int]]) -> None:
+    world = Tiered()
+    accepted = []
+    for number, (tier, tokens, pause) in enumerate(arrivals):
+        if world.arrive(f"r{number}", tier, tokens):
+            accepted.append(f"r{number}")
+        world.now += pause
+        for name in ("tp1@0", "tp1@1"):
+            there = list(world.engine(name).in_flight)
+            if there and number % 3 == 0:
+                world.finish(name, there[0])
+        world.check()
+    for _ in range(len(accepted) + 1):
+        for name in ("tp1@0", "tp1@1"):
+            world.finish(name, *world.engine(name).in_flight)
+        world.now += 10_000
+        world.router.let_go()
+    assert sorted(report.rid for report in world.reports) == sorted(accepted)
+    assert world.router.in_flight == 0
+
+
+def test_what_is_promised_goes_to_an_engine_full_of_background_work() -> None:
+    world = Tiered("tp2@0-1")
+    world.admission._bounds = {2: Bounds(1, 512, 2)}
+    for rid in ("n0", "n1", "n2"):
+        world.arrive(rid, "night", tokens=2)
+        if rid in world.engine("tp2@0-1").in_flight:
+            world.tokens("tp2@0-1", rid, [7], 1)
+    assert world.seen("tp2@0-1") == ["n0", "n1"]
+    world.arrive("s", "strict", tokens=2)
+    assert world.seen("tp2@0-1") == ["n0", "n1", "s"]
+    world.check()

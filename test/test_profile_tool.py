@@ -1,0 +1,30 @@
+"""What `python -m sglang_adapt.profile` measures, and how it reads what it sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_adapt.profile import ProfilingError, decode_sizes, main, middle_step_ms, prefill_sizes
+
+
+def test_what_fits_is_measured() -> None:
+    assert prefill_sizes(2048, 2048) == [(16, 0), (64, 0), (256, 0), (1024, 0), (16, 1024), (64, 1024), (256, 1024)]
+    assert prefill_sizes(10, 10) == [(5, 0)]
+    assert decode_sizes(600, 4000, 8) == [(1, 64), (4, 64), (1, 512)]
+    assert decode_sizes(10, 100, 1) == [(1, 1)]
+
+
+def test_a_step_is_timed_while_all_decode() -> None:
+    early = [(0.0, 1), (1.0, 2), (1.1, 3), (1.2, 4), (1.3, 5)]
+    late = [(1.1, 1), (1.2, 2), (1.3, 3), (1.8, 4)]
+    assert middle_step_ms([early, late]) == pytest.approx(100.0)
+    # A chunk may have several tokens.
+    assert middle_step_ms([[(0.0, 1), (0.4, 5)]]) == pytest.approx(100.0)
+    with pytest.raises(ProfilingError, match="never decoded at the same time"):
+        middle_step_ms([[(0.0, 1), (0.1, 2)], [(0.2, 1), (0.3, 2)]])
+
+
+def test_no_server(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", "http://127.0.0.1:9", "--output", str(tmp_path / "p.json")]) == 1
+    assert "http://127.0.0.1:9 cannot be measured" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
