@@ -13,7 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.router.admission import Admission
-from sglang_adapt.router.engine import Engine
+from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.upstream import wire
 
@@ -60,8 +60,10 @@ class World:
         return self.router.engines[name]
 
     def warm(self, *names: str) -> World:
-        """Let engines answer their warm-up request."""
+        """Let engines, started again if they were dead, answer their warm-up request."""
         for name in names or tuple(self.router.engines):
+            if self.engine(name).state is EngineState.DEAD:
+                self.engine(name).state = EngineState.STARTING
             self.finish(name, f"{wire.WARMUP_RID_PREFIX}_{name}_0")
         return self
 

@@ -348,13 +348,16 @@ class Node:
     async def settle(self) -> None:
         """Start again what is dead, and let everything that waits happen."""
         async with asyncio.timeout(LIMIT_S):
-            await asyncio.sleep(0.01)
-            for name, engine in self.router.engines.items():
-                if engine.state is EngineState.DEAD:
+            while True:
+                await asyncio.sleep(0.01)
+                dead = [name for name, engine in self.router.engines.items() if engine.state is EngineState.DEAD]
+                for name in dead:
                     self.restart(name)
-            for _ in range(20):
-                await asyncio.sleep(0)
-                self.read()
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                    self.read()
+                if not dead:
+                    break
             while self.router.stranded.in_flight:
                 await asyncio.sleep(0.001)
                 self.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct
 from switch_fakes import FAULTS, ONES, SPECS, TWO, Node
@@ -94,6 +94,9 @@ class Story:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(steps, min_size=3, max_size=25))
+@example([("request", 1), ("die", "tp1@0"), ("finish", 0)])
+@example([("die", "tp1@0"), ("fault", (("tp1@0", "kv_grow"), "raise")), ("switch", (ONES, "auto"))])
+@example([("die", "tp1@0"), ("fault", (("tp1@0", "kv_grow"), "refuse")), ("switch", (ONES, "auto"))])
 def test_anything_in_any_order(story: list[tuple[str, object]]) -> None:
     async def tell() -> None:
         told = Story()

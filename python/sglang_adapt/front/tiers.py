@@ -9,7 +9,6 @@ from typing import Any
 from sglang_adapt.core.overheads import VIRTUAL_GPU
 from sglang_adapt.core.profile import ProfileError, profile_fault, read_profile
 from sglang_adapt.core.slo_file import SloFileError, read_slo_config
-from sglang_adapt.memory.free import FreeMemoryError, gpu_memory
 from sglang_adapt.policy.profile import ModelFigures
 from sglang_adapt.policy.tiers import NoTimesError, TierSettings, target_faults
 
@@ -33,6 +32,7 @@ def make_tier_settings(
     Raises:
         TiersError: a file is bad or of another deployment, or a tier's target can never be met.
     """
+    from sglang_adapt.memory.free import FreeMemoryError, gpu_memory
     from sglang_adapt.upstream.front import profile_key
     from sglang_adapt.upstream.weights.sizes import model_sizes, weight_itemsize
 

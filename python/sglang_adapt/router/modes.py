@@ -490,8 +490,15 @@ class Modes:
             if self._engine(spec).state is EngineState.READY:
                 try:
                     await self._pools.fill(spec)
+                except CallRefusedError as error:
+                    # Without its blocks it can hold no request for long.
+                    self._pools.kill(spec, str(error))
                 except EngineCallError as error:
                     logger.error("%s did not get its blocks: %s", spec, error)
+                except Exception:
+                    # A fault in this program: nobody knows what the engine has got.
+                    logger.exception("%s: giving it its blocks broke off", spec)
+                    self._pools.kill(spec, "giving it its blocks broke off")
 
     # Ways back.
 

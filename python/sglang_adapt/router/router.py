@@ -47,6 +47,7 @@ class Outlets:
 
 
 _MAY_SERVE = (EngineState.STARTING, EngineState.READY, EngineState.DEAD)
+_GONE = (EngineState.DEAD, EngineState.FAILED)
 
 
 class Router:
@@ -447,6 +448,9 @@ class Router:
     # Messages from an engine.
 
     def on_engine_message(self, engine: Engine, data: bytes) -> None:
+        if engine.state in _GONE:
+            # It was sent before the engine died and read after: others go on from the tokens that were known then.
+            return
         tag = wire.peek_tag(data)
         if tag in (wire.TOKEN_OUTPUT, wire.EMBED_OUTPUT):
             self._on_outputs(engine, data)
