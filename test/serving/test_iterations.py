@@ -32,7 +32,7 @@ SLOTS = 3
 LONG = [10 + number % 200 for number in range(1500)]
 
 
-@pytest.fixture(scope="module", params=["tp1@0,tp1@1", "tp2@0-1"])
+@pytest.fixture(scope="module", params=[pytest.param("tp1@0,tp1@1", marks=pytest.mark.full), "tp2@0-1"])
 def limited(
     request: pytest.FixtureRequest, start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
