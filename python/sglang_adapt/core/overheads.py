@@ -7,11 +7,11 @@ comes with the project. Both are a JSON list of `Overhead`.
 from __future__ import annotations
 
 import fcntl
-import os
-import tempfile
 from pathlib import Path
 
 import msgspec
+
+from sglang_adapt.core.files import replace_file
 
 PACKAGED = Path(__file__).parent / "overheads.json"
 VIRTUAL_GPU = "virtual GPU"
@@ -91,11 +91,4 @@ def record_overhead(path: Path, overhead: Overhead) -> None:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         kept = [other for other in read_overheads(path) if other.key != overhead.key]
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode([*kept, overhead]), indent=2))
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink()
-            raise
+        replace_file(path, msgspec.json.format(msgspec.json.encode([*kept, overhead]), indent=2))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+
+from sglang_adapt.core.files import replace_file
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Ms = Annotated[float, msgspec.Meta(gt=0, le=3_600_000)]
@@ -106,14 +106,7 @@ def profile_fault(profile: Profile, key: ProfileKey, tp_sizes: tuple[int, ...]) 
 def write_profile(path: Path, profile: Profile) -> None:
     """Put a profile into a file, whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(profile), indent=1))
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink()
-        raise
+    replace_file(path, msgspec.json.format(msgspec.json.encode(profile), indent=1))
 
 
 _COMMAND = "python -m sglang_adapt.profile --help"

@@ -61,23 +61,18 @@ class LayoutApi:
         try:
             answer = await self._link.layout()
         except TimeoutError:
-            return _refuse(503, "no_router", "the router does not answer; the server is starting or broken")
+            return refuse(503, "no_router", "the router does not answer; the server is starting or broken")
         return _body(answer.status, answer.body)
 
     async def post(self, body: bytes, client: str | None) -> Answer:
         if not self._has_key and not is_loopback(client):
-            return _refuse(
-                403,
-                "admin_only",
-                f"the layout can be changed from this machine only, and {client} is another one; start the server with "
-                "--admin-api-key to allow it to those who have the key",
-            )
+            return refuse_stranger("the layout can be changed", client)
         try:
             order = msgspec.json.decode(body, type=LayoutOrder)
         except msgspec.DecodeError as error:
             example = '{"layout": "tp2@0-1", "strategy": "auto"}'
             strategies = ", ".join(Strategy)
-            return _refuse(400, "bad_request", f"{error}; send {example}; strategies are {strategies}")
+            return refuse(400, "bad_request", f"{error}; send {example}; strategies are {strategies}")
         answer = await self._link.switch(order.layout, order.strategy.value, order.reason)
         return _body(answer.status, answer.body)
 
@@ -97,9 +92,20 @@ def is_loopback(client: str | None) -> bool:
 
 def _body(status: int, body: dict[str, Any]) -> Answer:
     if status != 200:
-        return _refuse(status, body["code"], body["message"])
+        return refuse(status, body["code"], body["message"])
     return 200, json.dumps(body).encode()
 
 
-def _refuse(status: int, code: str, message: str) -> Answer:
+def refuse_stranger(what: str, client: str | None) -> Answer:
+    """A server without keys is changed from its own machine only."""
+    return refuse(
+        403,
+        "admin_only",
+        f"{what} from this machine only, and {client} is another one; start the server with --admin-api-key to allow "
+        "it to those who have the key",
+    )
+
+
+def refuse(status: int, code: str, message: str) -> Answer:
+    """An error as the answer of a handler."""
     return status, error_body(Refusal(status, code, message), openai=False)

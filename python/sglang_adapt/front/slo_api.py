@@ -16,9 +16,8 @@ import msgspec
 
 from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.core.slo_file import SloFileError, read_slo_config
-from sglang_adapt.front.errors import Refusal, error_body
 from sglang_adapt.front.gate import Gate
-from sglang_adapt.front.layout_api import Answer, Handler, is_loopback
+from sglang_adapt.front.layout_api import Answer, Handler, is_loopback, refuse, refuse_stranger
 from sglang_adapt.policy.tiers import TierSettings
 
 logger = logging.getLogger(__name__)
@@ -66,16 +65,11 @@ class SloApi:
 
     async def post(self, body: bytes, client: str | None) -> Answer:
         if not self._has_key and not is_loopback(client):
-            return _refuse(
-                403,
-                "admin_only",
-                f"tiers can be read again from this machine only, and {client} is another one; start the server with "
-                "--admin-api-key to allow it to those who have the key",
-            )
+            return refuse_stranger("tiers can be read again", client)
         if self._gate is None:
-            return _refuse(409, "no_tiers", "this server has no tiers; start it with --adapt-slo-config")
+            return refuse(409, "no_tiers", "this server has no tiers; start it with --adapt-slo-config")
         fault = await self.reload()
-        return await self.get(b"", client) if fault is None else _refuse(400, "bad_slo_config", fault)
+        return await self.get(b"", client) if fault is None else refuse(400, "bad_slo_config", fault)
 
     async def reload(self) -> str | None:
         """Read the file again; returns why the old tiers stay, or None."""
@@ -91,7 +85,3 @@ class SloApi:
         await self._tell_router(config)
         logger.info("tiers read again from %s: %s", source, ", ".join(tier.name for tier in config.tiers))
         return None
-
-
-def _refuse(status: int, code: str, message: str) -> Answer:
-    return status, error_body(Refusal(status, code, message), openai=False)

@@ -367,9 +367,12 @@ class Router:
 
     def _enter(self, rid: str, tokens: int, data: bytes, accepted: bool = False) -> None:
         """A request of a client: where its tier's targets say, now or when there is room."""
+        if self.admission is None:
+            self._place(rid, tokens, data, accepted)
+            return
         engines = self.serving()
         generates = wire.peek_tag(data) == wire.GENERATE and not rid.startswith(wire.HEALTH_RID_PREFIX)
-        if self.admission is None or not engines or not generates:
+        if not engines or not generates:
             self._place(rid, tokens, data, accepted)
             return
         name = self.admission.offer(rid, tokens, wire.prompt_ids(data), engines)
