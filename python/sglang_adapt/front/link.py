@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import zmq
 import zmq.asyncio
@@ -16,6 +17,8 @@ from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, LayoutAnswer, 
 from sglang_adapt.core.slo import SloConfig
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", AdmitAnswer, LayoutAnswer)
 
 LAYOUT_TIMEOUT_S = 40.0
 """How long the engines may take to say what they have: longer than the router waits for each."""
@@ -90,14 +93,7 @@ class RouterLink:
 
     async def admit(self, request: AdmitRequest) -> AdmitAnswer:
         """Whether a request will be served. Raises TimeoutError."""
-        assert self._socket is not None
-        future: asyncio.Future[AdmitAnswer] = asyncio.get_running_loop().create_future()
-        self._admissions[request.id] = future
-        try:
-            await self._socket.send(messages.encode(request))
-            return await asyncio.wait_for(future, SILENT_AFTER_S)
-        finally:
-            self._admissions.pop(request.id, None)
+        return await self._answer_to(request, self._admissions, SILENT_AFTER_S)
 
     async def give_back(self, request_id: int) -> None:
         """An admitted request has gone without being tokenized."""
@@ -111,23 +107,28 @@ class RouterLink:
 
     async def layout(self) -> LayoutAnswer:
         """The layout, read back from the engines. Raises TimeoutError."""
-        return await self._ask_layout(messages.LayoutRequest(next(self._ids)), LAYOUT_TIMEOUT_S)
+        return await self._answer_to(messages.LayoutRequest(next(self._ids)), self._layout_answers, LAYOUT_TIMEOUT_S)
 
     async def switch(self, layout: str, strategy: str, reason: str) -> LayoutAnswer:
         """Go over to a layout; returns when it is done or refused. The router limits how long that takes."""
-        return await self._ask_layout(messages.SwitchRequest(next(self._ids), layout, strategy, reason), None)
+        request = messages.SwitchRequest(next(self._ids), layout, strategy, reason)
+        return await self._answer_to(request, self._layout_answers, None)
 
-    async def _ask_layout(
-        self, request: messages.SwitchRequest | messages.LayoutRequest, timeout_s: float | None
-    ) -> LayoutAnswer:
+    async def _answer_to(
+        self,
+        request: messages.SwitchRequest | messages.LayoutRequest | AdmitRequest,
+        waiting: dict[int, asyncio.Future[Answer]],
+        timeout_s: float | None,
+    ) -> Answer:
+        """Send a request that has an id, and wait among `waiting` for its answer. Raises TimeoutError."""
         assert self._socket is not None
-        future: asyncio.Future[LayoutAnswer] = asyncio.get_running_loop().create_future()
-        self._layout_answers[request.id] = future
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        waiting[request.id] = future
         try:
             await self._socket.send(messages.encode(request))
             return await asyncio.wait_for(future, timeout_s)
         finally:
-            self._layout_answers.pop(request.id, None)
+            waiting.pop(request.id, None)
 
     async def drain(self, timeout_s: float) -> None:
         """Tell the router to finish its requests within `timeout_s`, stop the engines and exit."""
