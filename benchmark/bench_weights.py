@@ -289,12 +289,13 @@ class Bench:
         for engine in engines:
             ms = engine.call(measure.single_requests, self.sizes, 11)
             rows.append({"what": f"{engine.spec.name}, warm", "ms": ms, "clocks": clocks(self.options.device)})
-        for engine in reversed(engines):
-            self._require_s(self.sizes.idle_s)
-            time.sleep(self.sizes.idle_s)
+        # The largest one first: its GPUs have idled as well; those of the others are awake by then.
+        self._require_s(self.sizes.idle_s)
+        time.sleep(self.sizes.idle_s)
+        for engine in sorted(engines, key=lambda engine: -engine.spec.server_args["tp_size"]):
             before = clocks(self.options.device)
             ms = engine.call(measure.single_requests, self.sizes, 11)
-            what = f"{engine.spec.name}, after {self.sizes.idle_s:g} s of all idling"
+            what = f"{engine.spec.name}, after {self.sizes.idle_s:g} s of idling"
             rows.append({"what": what, "ms": ms, "clocks": before})
         if len(engines) > 1:
             active, idle = engines[0], engines[1]

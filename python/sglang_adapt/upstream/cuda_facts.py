@@ -1,17 +1,17 @@
 """What sglang asks of the GPUs while it is imported, answered without initialising CUDA.
 
-A process that has initialised CUDA cannot be forked, but importing sglang asks torch for compute capabilities
-and device properties, which initialises it. The forkserver therefore has a child process ask, answers from what the
-child found, and refuses anything that would initialise CUDA. A forked rank takes the answers away again before it
-uses its GPU.
+A process that has initialised CUDA cannot be forked, but importing sglang asks torch for compute capabilities, device
+properties and the kind of accelerator (`torch.get_device_module()`), which initialises it. The forkserver therefore has
+a child process ask, answers from what the child found, and refuses anything that would initialise CUDA. A forked rank
+takes the answers away again before it uses its GPU.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +26,11 @@ print(json.dumps(devices))
 """
 _ASK_TIMEOUT_S = 120
 _REPLACED = ("get_device_properties", "get_device_capability", "get_device_name", "current_device", "_lazy_init")
+_ACCELERATOR = ("_get_accelerator", "_accelerator_getAccelerator")
+_NOT_INITIALISED = 3
+"""CUDA_ERROR_NOT_INITIALIZED of the driver API."""
 
-_stock: dict[str, Any] = {}
+_stock: list[tuple[Any, str, Any]] = []
 
 
 class CudaInitialisedError(RuntimeError):
@@ -79,34 +82,33 @@ def answer_from(devices: list[dict[str, Any]]) -> None:
     def _lazy_init() -> None:
         raise CudaInitialisedError("CUDA must not be initialised here: engines are forked from this process")
 
+    def accelerator(_check: Any = None) -> torch.device:
+        return torch.device("cuda")
+
     ours = locals()
-    for name in _REPLACED:
-        _stock[name] = getattr(torch.cuda, name)
-        setattr(torch.cuda, name, ours[name])
+    replace = [(torch.cuda, name, ours[name]) for name in _REPLACED]
+    replace += [(torch._C, name, accelerator) for name in _ACCELERATOR]
+    for module, name, function in replace:
+        _stock.append((module, name, getattr(module, name)))
+        setattr(module, name, function)
 
 
 def give_back_cuda() -> None:
     """Undo `answer_from` in this process, which is about to use its GPU. Nothing to do where it was not called."""
-    import torch
-
     while _stock:
-        name, function = _stock.popitem()
-        setattr(torch.cuda, name, function)
+        setattr(*_stock.pop())
 
 
-def assert_cuda_untouched() -> None:
-    """Raise if this process has opened CUDA's memory device (asking NVML does not).
+def assert_cuda_untouched(library: str = "libcuda.so.1") -> None:
+    """Raise if this process has initialised CUDA (opening its devices is no sign: asking NVML does that too).
 
     Raises:
         CudaInitialisedError: it has, so its forked children could not use CUDA.
+        OSError: there is no CUDA driver.
     """
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(fd.readlink())
-        except OSError:
-            continue
-        if target.startswith("/dev/nvidia-uvm"):
-            raise CudaInitialisedError(
-                f"importing sglang has initialised CUDA in the forkserver (open: {target}), so engines cannot be "
-                f"forked from it; start with --adapt-start-method spawn"
-            )
+    context = ctypes.c_void_p()
+    if ctypes.CDLL(library).cuCtxGetCurrent(ctypes.byref(context)) != _NOT_INITIALISED:
+        raise CudaInitialisedError(
+            "importing sglang has initialised CUDA in the forkserver, so engines cannot be forked from it; start with "
+            "--adapt-start-method spawn"
+        )

@@ -32,7 +32,8 @@ from sglang.srt.models import registry  # noqa: E402, F401
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
 load_plugins()
-cuda_facts.assert_cuda_untouched()
+if has_cuda():
+    cuda_facts.assert_cuda_untouched()
 gc.collect()
 gc.freeze()
 
