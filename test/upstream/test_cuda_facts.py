@@ -10,7 +10,9 @@ _IMPORTING = """
 import torch
 from sglang_adapt.upstream import cuda_facts
 
-stock = torch._C._get_accelerator, torch._C._accelerator_getAccelerator, torch.cuda.get_device_name, torch.cuda._lazy_init
+stock = (
+    torch._C._get_accelerator, torch._C._accelerator_getAccelerator, torch.cuda.get_device_name, torch.cuda._lazy_init
+)
 cuda_facts.answer_from([{"name": "a GPU", "major": 9, "minor": 0}, {"name": "another", "major": 8, "minor": 6}])
 assert torch.get_device_module() is torch.cuda
 assert torch.accelerator.current_accelerator() == torch.device("cuda")
