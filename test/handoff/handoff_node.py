@@ -299,8 +299,16 @@ class Node:
     def adopt(self, dest: str, call: messages.AdoptCall) -> list[messages.AdoptAnswer]:
         self.engines[dest].handoff(call)
         answers = self.engines[dest].handed(messages.AdoptAnswer)
-        leased = [unpack_ids(answer.leased) for answer in answers]
-        self.leases.adopt(self.engines[dest].ranks, leased, self.epoch)
+        adopted = [
+            [
+                page
+                for rid, pages in zip(call.requests, row, strict=True)
+                if rid.rid not in call.aborted
+                for page in pages
+            ]
+            for row in call.blocks
+        ]
+        self.leases.adopt(self.engines[dest].ranks, adopted, self.epoch)
         gone = [
             [page for rid, pages in zip(call.requests, row, strict=True) if rid.rid in call.aborted for page in pages]
             for row in call.blocks

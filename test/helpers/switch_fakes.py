@@ -20,11 +20,15 @@ from sglang_adapt.core.handoff import (
     ExportAnswer,
     ExportCall,
     HandoffCall,
+    PrecopyAnswer,
+    PrecopyCall,
     ReleaseAnswer,
     ReleaseCall,
     RequestKind,
     RestoreAnswer,
     RestoreCall,
+    SnapshotAnswer,
+    SnapshotCall,
     UnexportableAnswer,
     UnexportableCall,
     to_plain,
@@ -59,10 +63,13 @@ class FakeEngine:
         self.held: tuple[int, dict[str, tuple[int, list[list[int]]]]] | None = None
         self.given_up: set[str] = set()
         self.staying: dict[str, str] = {}
+        self.told: tuple[int, dict[str, tuple[int, list[list[int]]]]] = (0, {})
+        self.ahead: tuple[int, dict[str, tuple[int, list[list[int]]]]] = (0, {})
 
     def begin(self, lease: list[list[int]]) -> None:
         self.lease = [set(pages) for pages in lease]
         self.running, self.held, self.given_up = {}, None, set()
+        self.told, self.ahead = (0, {}), (0, {})
 
     def take(self, rid: str, tokens: int) -> None:
         """Run a request; its KV goes into free blocks of the lease, or, if they do not suffice, it waits without."""
@@ -80,20 +87,79 @@ class FakeEngine:
         match call:
             case UnexportableCall():
                 return [UnexportableAnswer(self.staying) for _ in ranks]
+            case SnapshotCall():
+                self.told = (call.epoch, {})
+                for rid, (kv, blocks) in self.running.items():
+                    if kv:
+                        ahead = kv // call.unit * call.unit
+                        self.told[1][rid] = (ahead, [rank[: ahead // self.page] for rank in blocks])
+                told = [
+                    CarriedRequest(
+                        rid,
+                        RequestKind.RUNNING,
+                        self.running[rid][0],
+                        self.running[rid][0] + 1,
+                        500,
+                        None,
+                        b"-",
+                        ahead=ahead,
+                    )
+                    for rid, (ahead, _) in self.told[1].items()
+                ]
+                given = self._shrink(len(self.lease[0]) - max(0, len(self._free(0)) - call.leave))
+                return [
+                    SnapshotAnswer(
+                        call.epoch,
+                        told if rank == 0 else [],
+                        [blocks[rank] for _, blocks in self.told[1].values()],
+                        given[rank],
+                    )
+                    for rank in ranks
+                ]
+            case PrecopyCall():
+                self.ahead = (call.epoch, {})
+                for at, request in enumerate(call.requests):
+                    assert request.state == b"-"
+                    mine = [call.blocks[rank][at] for rank in ranks]
+                    assert all(len(rank) == request.ahead // self.page for rank in mine)
+                    self.ahead[1][request.rid] = (request.ahead, mine)
+                return [PrecopyAnswer(call.epoch) for _ in ranks]
             case ExportCall():
                 if self.held is not None:
                     raise CallRefusedError(f"{self.spec}: requests are held already")
-                self.held = (call.epoch, self.running)
+                # Each has a token more than a while ago, if it needs no block for it.
+                grown = {rid: (kv + (kv % self.page > 0), blocks) for rid, (kv, blocks) in self.running.items()}
+                self.held = (call.epoch, grown)
                 self.running = {}
                 pages = self._held_pages()
                 for rank in ranks:
                     self.lease[rank] -= set(pages[rank])
                 given = self._shrink(call.keep)
-                carried = [
-                    CarriedRequest(rid, RequestKind.RUNNING if kv else RequestKind.WAITING, kv, kv + 1, 500, None, b"-")
-                    for rid, (kv, _) in self.held[1].items()
-                ]
-                blocks = [[blocks[rank] for _, blocks in self.held[1].values()] for rank in ranks]
+                told = self.told[1] if self.told[0] == call.epoch else {}
+                carried, blocks = [], [[] for _ in ranks]
+                for rid, (kv, pages_of) in self.held[1].items():
+                    ahead, first = told.get(rid, (0, [[]]))
+                    known = (
+                        rid in told
+                        and kv > 0
+                        and all(rank[: len(first[0])] == then for rank, then in zip(pages_of, first, strict=True))
+                    )
+                    kind = RequestKind.RUNNING if kv else RequestKind.WAITING
+                    carried.append(
+                        CarriedRequest(
+                            rid,
+                            kind,
+                            kv,
+                            kv + 1,
+                            500,
+                            None,
+                            b"" if known else b"-",
+                            delta=b"+" if known else b"",
+                            ahead=ahead if known else 0,
+                        )
+                    )
+                    for rank in ranks:
+                        blocks[rank].append(pages_of[rank][len(first[0]) if known else 0 :])
                 return [
                     ExportAnswer(
                         call.epoch, carried if rank == 0 else [], blocks[rank], pack_ids(pages[rank]), {}, given[rank]
@@ -104,13 +170,18 @@ class FakeEngine:
                 for at, request in enumerate(call.requests):
                     assert request.rid not in self.running
                     mine = [call.blocks[rank][at] for rank in ranks]
+                    if not request.state or request.ahead:
+                        assert self.ahead[0] == call.epoch
+                        ahead, first = self.ahead[1].pop(request.rid)
+                        assert ahead == request.ahead
+                        mine = [[*rank, *rest] for rank, rest in zip(first, mine, strict=True)]
                     assert len(mine[0]) == -(-request.kv_tokens // self.page)
                     self.running[request.rid] = (request.kv_tokens, mine)
                     for rank in ranks:
                         self._join(rank, mine[rank])
                 for rank in ranks:
                     self._join(rank, unpack_ids(call.grow[rank]).tolist())
-                return [AdoptAnswer(call.epoch, [request.rid for request in call.requests], [], b"") for _ in ranks]
+                return [AdoptAnswer(call.epoch, [request.rid for request in call.requests], []) for _ in ranks]
             case ReleaseCall():
                 held = self._require(call.epoch)
                 assert set(held) <= set(call.taken) | self.given_up

@@ -12,7 +12,17 @@ from switch_fakes import FAULTS, ONES, SPECS, TWO, Node
 
 from sglang_adapt.router.switch import SwitchRefusedError
 
-CALLS = ("UnexportableCall", "ExportCall", "AdoptCall", "ReleaseCall", "RestoreCall", "kv_map", "kv_grow")
+CALLS = (
+    "UnexportableCall",
+    "SnapshotCall",
+    "PrecopyCall",
+    "ExportCall",
+    "AdoptCall",
+    "ReleaseCall",
+    "RestoreCall",
+    "kv_map",
+    "kv_grow",
+)
 places = st.tuples(st.sampled_from(sorted(SPECS)), st.sampled_from(CALLS))
 steps = st.one_of(
     st.tuples(st.just("request"), st.integers(1, 400)),

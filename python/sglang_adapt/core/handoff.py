@@ -39,8 +39,11 @@ class CarriedRequest(msgspec.Struct, frozen=True):
         priority: stock's, higher first; None where priorities are off.
         state: everything else that it needs to go on, for `upstream.handoff` alone: a pickle, because the values are
             stock's own objects, whose fields are stock's business. It is made and read by engine ranks of one run only;
-            a router forwards it unread.
+            a router forwards it unread. Empty if it is what the SnapshotAnswer of the same epoch had.
         recompute: it had KV, which was left behind.
+        delta: what has changed of the state since the snapshot, if it was in one; a pickle likewise.
+        ahead: of `kv_tokens`, the first ones whose KV has been where it was since the snapshot: what was copied ahead
+            is still right. In a snapshot, the tokens that can be copied ahead.
     """
 
     rid: str
@@ -51,10 +54,16 @@ class CarriedRequest(msgspec.Struct, frozen=True):
     priority: int | None
     state: bytes
     recompute: bool = False
+    delta: bytes = b""
+    ahead: int = 0
 
     def without_kv(self) -> CarriedRequest:
         """The same request, its KV left behind: it waits, and the engine that adopts it computes the KV again."""
-        return msgspec.structs.replace(self, kind=RequestKind.WAITING, kv_tokens=0, recompute=True)
+        return msgspec.structs.replace(self, kind=RequestKind.WAITING, kv_tokens=0, recompute=True, ahead=0)
+
+    def from_snapshot(self, state: bytes) -> CarriedRequest:
+        """The same request for an engine that has got nothing ahead: with the state that its snapshot had."""
+        return msgspec.structs.replace(self, state=self.state or state, ahead=0)
 
 
 class KvSource(msgspec.Struct, frozen=True):
@@ -69,8 +78,67 @@ class KvSource(msgspec.Struct, frozen=True):
     blocks: list[list[int]]
 
 
+class SnapshotCall(msgspec.Struct, frozen=True, tag=True):
+    """Say what the requests that decode now consist of; they run on. What does not change any more can be brought to
+    their destination ahead, so that little is left to do while they are paused (pre-copy, as in the live migration of
+    virtual machines).
+
+    Attributes:
+        epoch: of the switch that begins.
+        unit: `CarriedRequest.ahead` is a multiple of so many tokens: whole blocks at every TP size.
+        leave: how many free blocks each rank keeps for the requests that run on; the others, and evictable prefixes,
+            are given back.
+    """
+
+    epoch: int
+    unit: int
+    leave: int
+
+
+class SnapshotAnswer(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to SnapshotCall.
+
+    Attributes:
+        epoch: that of the call.
+        requests: those that decode; from rank 0, empty from all others.
+        blocks: for each request this rank's blocks of the tokens in `ahead`, in token order.
+        given: the free blocks that have left the rank's lease, ascending.
+    """
+
+    epoch: int
+    requests: list[CarriedRequest]
+    blocks: list[list[int]]
+    given: BlockIds
+    steps_ms: dict[str, float] = {}
+
+
+class PrecopyCall(msgspec.Struct, frozen=True, tag=True):
+    """Make requests from their snapshots and bring their KV here, for an AdoptCall of the same epoch. What is not taken
+    up by that is forgotten at the next PrecopyCall.
+
+    Attributes:
+        epoch: that of the switch.
+        requests: from SnapshotAnswers of rank 0.
+        blocks: by rank of this engine, for each request: blocks for the tokens in `ahead`, in token order.
+        sources: for each request where its KV is copied from.
+    """
+
+    epoch: int
+    requests: list[CarriedRequest]
+    blocks: list[list[list[int]]]
+    sources: list[KvSource]
+
+
+class PrecopyAnswer(msgspec.Struct, frozen=True, tag=True):
+    """One rank's answer to PrecopyCall: all is there."""
+
+    epoch: int
+    steps_ms: dict[str, float] = {}
+
+
 class ExportCall(msgspec.Struct, frozen=True, tag=True):
-    """Stop after the batch in flight and hand out all requests; they and their blocks stay held.
+    """Stop after the batch in flight and hand out all requests; they and their blocks stay held. Those that were in a
+    snapshot of the same epoch are told as what has changed since.
 
     Attributes:
         epoch: of the switch that begins.
@@ -88,10 +156,10 @@ class ExportAnswer(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         epoch: that of the call.
         requests: what is exported, in the order in which it should be taken up; from rank 0, empty from all others.
-        blocks: for each request this rank's blocks in token order, `ceil(kv_tokens / tokens per block)` of them.
-            Requests with a common prefix name the same blocks.
+        blocks: for each request this rank's blocks in token order, from the one after its tokens in `ahead` to the
+            `ceil(kv_tokens / tokens per block)`-th. Requests with a common prefix name the same blocks.
         exported: the blocks that have left the rank's lease, ascending: those that belong to one request alone. The
-            rest of `blocks` is in the prefix cache, locked, and still leased.
+            other blocks of the requests are in the prefix cache, locked, and still leased.
         staying: requests that go on running here, with the reason why they cannot be carried.
         given: the free blocks that have left the rank's lease, ascending; see `ExportCall.keep`.
         steps_ms: how long the rank took for what, in milliseconds; in the other answers as well.
@@ -115,8 +183,10 @@ class AdoptCall(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         epoch: that of the switch.
         requests: from an ExportAnswer of rank 0.
-        blocks: by rank of the adopting engine, for each request: blocks in token order, none for waiting requests.
-        sources: for each request where its KV is copied from; empty if the router has had it copied already.
+        blocks: by rank of the adopting engine, for each request: blocks in token order, after those of the tokens in
+            `ahead`, which came with the PrecopyCall; none for waiting requests.
+        sources: for each request where its KV after `ahead` is copied from, blocks from there on; empty if the router
+            has had it copied already.
         grow: by rank, free blocks that join the lease as well.
         aborted: ids of requests that their clients have given up meanwhile; they are left out, and so are their blocks.
     """
@@ -136,13 +206,11 @@ class AdoptAnswer(msgspec.Struct, frozen=True, tag=True):
         epoch: that of the call.
         adopted: ids of the requests that are the engine's now.
         spilled: those of them that had to go to the waiting queue for want of a request slot; their KV is cached.
-        leased: the blocks that have joined the rank's lease, ascending.
     """
 
     epoch: int
     adopted: list[str]
     spilled: list[str]
-    leased: BlockIds
     steps_ms: dict[str, float] = {}
 
 
@@ -230,8 +298,19 @@ class UnexportableAnswer(msgspec.Struct, frozen=True, tag=True):
     reasons: dict[str, str]
 
 
-HandoffCall = ExportCall | AdoptCall | ReleaseCall | RestoreCall | AbortHeldCall | UnexportableCall
-HandoffAnswer = ExportAnswer | AdoptAnswer | ReleaseAnswer | RestoreAnswer | AbortHeldAnswer | UnexportableAnswer
+HandoffCall = (
+    SnapshotCall | PrecopyCall | ExportCall | AdoptCall | ReleaseCall | RestoreCall | AbortHeldCall | UnexportableCall
+)
+HandoffAnswer = (
+    SnapshotAnswer
+    | PrecopyAnswer
+    | ExportAnswer
+    | AdoptAnswer
+    | ReleaseAnswer
+    | RestoreAnswer
+    | AbortHeldAnswer
+    | UnexportableAnswer
+)
 
 Answer = TypeVar("Answer", bound=HandoffAnswer)
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_adapt.core.handoff import AdoptCall
+from sglang_adapt.core.handoff import AdoptCall, PrecopyCall
 from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitCopier
 from sglang_adapt.kv.copy import DirectExecutor
 from sglang_adapt.kv.geometry import PoolGeometry
@@ -59,7 +59,7 @@ class KvCopies:
             if gpu != self._gpu and (gpu not in self._mapped or self._mapped[gpu].handle != handle):
                 self._mapped[gpu] = attach(handle, "read", self._own.device)
 
-    def start(self, call: AdoptCall) -> Callable[[], None]:
+    def start(self, call: AdoptCall | PrecopyCall) -> Callable[[], None]:
         """Begin to copy what this rank's blocks of `call` are to hold; what is returned waits until it is there.
 
         The copies from different GPUs run side by side.
@@ -96,16 +96,21 @@ class KvCopies:
         whole = self._mapped[gpu].tensor[: self._geometry.region_bytes]
         return whole.view(self._own.dtype).view(self._geometry.region_shape)
 
-    def _batches(self, call: AdoptCall) -> list[CopyBatch]:
+    def _batches(self, call: AdoptCall | PrecopyCall) -> list[CopyBatch]:
         moves: dict[tuple[int, ...], list[RequestCopy]] = {}
         for at, (request, source) in enumerate(zip(call.requests, call.sources, strict=True)):
-            if not request.kv_tokens or request.rid in call.aborted:
+            if isinstance(call, PrecopyCall):
+                first, end = 0, request.ahead
+            else:
+                first, end = request.ahead, request.kv_tokens if request.rid not in call.aborted else 0
+            if end <= first:
                 continue
             copy = RequestCopy(
                 request.rid,
-                request.kv_tokens,
+                end,
                 np.asarray(source.blocks, dtype=np.int32),
                 np.asarray([by_request[at] for by_request in call.blocks], dtype=np.int32),
+                first,
             )
             moves.setdefault(tuple(source.gpus), []).append(copy)
         return [CopyBatch(gpus, self._gpus, tuple(requests)) for gpus, requests in moves.items()]

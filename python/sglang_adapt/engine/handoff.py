@@ -3,8 +3,9 @@
 
 The protocol, driven by a router: (1) `ExportCall` to all ranks of a source; (2) the KV is copied into blocks that the
 router has chosen, and `AdoptCall` goes to all ranks of the destination; (3) `ReleaseCall` to the source, or, after any
-failure, `RestoreCall`, after which the source goes on as if nothing had been. Every call reaches all ranks of an engine
-in the same iteration, inside stock's dispatcher.
+failure, `RestoreCall`, after which the source goes on as if nothing had been. Before these, while all requests run,
+`SnapshotCall` and `PrecopyCall` may bring over what does not change any more. Every call reaches all ranks of an
+engine in the same iteration, inside stock's dispatcher.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from sglang_adapt.core.block_ids import BlockIds, pack_ids, unpack_ids
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.upstream.handoff import adopt as adopting
 from sglang_adapt.upstream.handoff import export as exporting
+from sglang_adapt.upstream.handoff.ahead import Ahead
 from sglang_adapt.upstream.handoff.held import Held, held
 from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.handoff.refusals import check_engine
+from sglang_adapt.upstream.handoff.snapshot import Snapshots
 from sglang_adapt.upstream.handoff.state import check_req_attributes
 from sglang_adapt.upstream.kv_lease import EngineLease
 from sglang_adapt.upstream.patch import PATCHES
@@ -37,8 +40,8 @@ class EngineHandoff:
 
     Args:
         scheduler: stock's, built after `kv_pool.use_pool` in a process that has HANDOFF_PATCHES.
-        start_copy: begins to bring the KV of an AdoptCall here; what it returns waits for the end. None if the router
-            has KV copied before it sends AdoptCall.
+        start_copy: begins to bring the KV of an AdoptCall or PrecopyCall here; what it returns waits for the end. None
+            if the router has KV copied before it sends AdoptCall.
 
     Raises:
         HandoffUnsupportedError: this engine's requests cannot be moved.
@@ -47,7 +50,9 @@ class EngineHandoff:
     """
 
     def __init__(
-        self, scheduler: Any, start_copy: Callable[[messages.AdoptCall], Callable[[], None]] | None = None
+        self,
+        scheduler: Any,
+        start_copy: Callable[[messages.AdoptCall | messages.PrecopyCall], Callable[[], None]] | None = None,
     ) -> None:
         PATCHES.verify(*HANDOFF_PATCHES)
         check_engine(scheduler)
@@ -55,6 +60,8 @@ class EngineHandoff:
         self._scheduler = scheduler
         self._start_copy = start_copy
         self._epoch = 0
+        self._told = Snapshots()
+        self._ahead = Ahead()
 
     def call(self, message: bytes) -> bytes:
         """Carry out one encoded `core.handoff.HandoffCall`; returns the encoded answer of this rank.
@@ -68,6 +75,10 @@ class EngineHandoff:
     def answer(self, call: messages.HandoffCall) -> messages.HandoffAnswer:
         """Carry out one message. Raises as its method does."""
         match call:
+            case messages.SnapshotCall():
+                return self.snapshot(call)
+            case messages.PrecopyCall():
+                return self.precopy(call)
             case messages.ExportCall():
                 return self.export(call)
             case messages.AdoptCall():
@@ -82,6 +93,42 @@ class EngineHandoff:
                 return messages.UnexportableAnswer(exporting.unexportable(self._scheduler))
         raise TypeError(f"{type(call).__name__} is no message to an engine's rank")
 
+    def snapshot(self, call: messages.SnapshotCall) -> messages.SnapshotAnswer:
+        """Say what the requests that decode consist of, and give free blocks back; they run on.
+
+        Raises:
+            StaleHandoffError: the epoch is not newer than the last.
+            ExportError, OtherRankFailedError: nothing has changed.
+        """
+        self._require_new(call.epoch, "a snapshot")
+        laps = Laps()
+        self._told, requests = exporting.snapshot(self._scheduler, call.epoch, call.unit, laps)
+        lease = EngineLease.of(self._scheduler)
+        count = lease.spare_pages - call.leave - exporting.pages_of_prompt(self._scheduler)
+        given = pack_ids(np.sort(lease.give_back(count))) if count > 0 else b""
+        laps.lap("give back")
+        return messages.SnapshotAnswer(call.epoch, requests, self._told.all_pages(), given, laps.ms)
+
+    def precopy(self, call: messages.PrecopyCall) -> messages.PrecopyAnswer:
+        """Make requests from their snapshots and bring their KV here, for an `adopt` of the same epoch.
+
+        Raises:
+            StaleHandoffError: an older epoch than the last.
+            Exception: see `upstream.handoff.ahead.Ahead.bring`.
+        """
+        if call.epoch < self._epoch:
+            raise StaleHandoffError(f"a copy ahead of epoch {call.epoch} came after epoch {self._epoch}")
+        laps = Laps()
+        self._ahead = Ahead.bring(
+            self._scheduler,
+            call.epoch,
+            call.requests,
+            self._of_rank(call, call.blocks),
+            laps,
+            None if self._start_copy is None else partial(self._start_copy, call),
+        )
+        return messages.PrecopyAnswer(call.epoch, laps.ms)
+
     def export(self, call: messages.ExportCall) -> messages.ExportAnswer:
         """Stop after the batch in flight, take all requests out and hold them.
 
@@ -89,14 +136,14 @@ class EngineHandoff:
             StaleHandoffError: the epoch is not newer than the last, or requests are held already.
             ExportError, OtherRankFailedError: nothing was taken out.
         """
-        if call.epoch <= self._epoch:
-            raise StaleHandoffError(f"an export of epoch {call.epoch} came after one of epoch {self._epoch}")
+        self._require_new(call.epoch, "an export")
         if (other := held()) is not None:
             raise StaleHandoffError(
                 f"requests of epoch {other.epoch} are held; release or restore them before exporting epoch {call.epoch}"
             )
         laps = Laps()
-        export = exporting.export(self._scheduler, call.epoch, laps)
+        told, self._told = self._told, Snapshots()
+        export = exporting.export(self._scheduler, call.epoch, laps, told if told.epoch == call.epoch else None)
         self._epoch = call.epoch
         given = self._shrink_to(call.keep)
         laps.lap("give back")
@@ -113,14 +160,8 @@ class EngineHandoff:
         """
         if call.epoch < self._epoch:
             raise StaleHandoffError(f"an adopt of epoch {call.epoch} came after epoch {self._epoch}")
-        ranks = self._scheduler.ps.tp_size
-        if len(call.blocks) != ranks or any(len(blocks) != len(call.requests) for blocks in call.blocks):
-            raise adopting.AdoptError(
-                f"epoch {call.epoch}: {ranks} ranks take {len(call.requests)} requests up, but blocks are given as "
-                f"{[len(blocks) for blocks in call.blocks]}"
-            )
+        given = self._of_rank(call, call.blocks)
         laps = Laps()
-        given = call.blocks[self._scheduler.ps.tp_rank]
         pairs = [
             (request, blocks)
             for request, blocks in zip(call.requests, given, strict=True)
@@ -128,13 +169,14 @@ class EngineHandoff:
         ]
         start_copy = None if self._start_copy is None or not call.sources else partial(self._start_copy, call)
         requests, blocks = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        adoption = adopting.adopt(self._scheduler, requests, blocks, laps, start_copy)
+        adoption = adopting.adopt(
+            self._scheduler, requests, blocks, laps, start_copy, epoch=call.epoch, ahead=self._ahead
+        )
         self._epoch = call.epoch
         if call.grow:
             EngineLease.of(self._scheduler).grow(unpack_ids(call.grow[self._scheduler.ps.tp_rank]))
-        leased = sorted(block for _, blocks in pairs for block in blocks)
         laps.lap("grow")
-        return messages.AdoptAnswer(call.epoch, adoption.adopted, adoption.spilled, pack_ids(leased), laps.ms)
+        return messages.AdoptAnswer(call.epoch, adoption.adopted, adoption.spilled, laps.ms)
 
     def release(self, call: messages.ReleaseCall) -> messages.ReleaseAnswer:
         """Forget the held requests, which live elsewhere. Those that were given up and not taken are answered here.
@@ -182,6 +224,22 @@ class EngineHandoff:
         lease = EngineLease.of(self._scheduler)
         count = min(lease.spare_pages, len(lease.pages) - keep)
         return pack_ids(np.sort(lease.give_back(count))) if count > 0 else b""
+
+    def _of_rank(
+        self, call: messages.AdoptCall | messages.PrecopyCall, blocks: list[list[list[int]]]
+    ) -> list[list[int]]:
+        """This rank's blocks for each request. Raises AdoptError if there are not as many lists as there should be."""
+        ranks = self._scheduler.ps.tp_size
+        if len(blocks) != ranks or any(len(mine) != len(call.requests) for mine in blocks):
+            raise adopting.AdoptError(
+                f"epoch {call.epoch}: {ranks} ranks take {len(call.requests)} requests up, but blocks are given as "
+                f"{[len(mine) for mine in blocks]}"
+            )
+        return blocks[self._scheduler.ps.tp_rank]
+
+    def _require_new(self, epoch: int, what: str) -> None:
+        if epoch <= self._epoch:
+            raise StaleHandoffError(f"{what} of epoch {epoch} came after one of epoch {self._epoch}")
 
     def _held(self, epoch: int) -> Held:
         there = held()

@@ -69,6 +69,15 @@ class Room:
     requests: int = 0
     tokens: int = 0
 
+    def taking(self, blocks: int, length: int) -> Room:
+        """The room that is left when a request of `length` tokens has come, with so many blocks."""
+        return replace(
+            self,
+            free_blocks=self.free_blocks - blocks,
+            requests=self.requests + 1,
+            tokens=self.tokens + length,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -129,13 +138,7 @@ def carry(
         room = room or _best(state.values(), mover, with_kv=False)
         assert room is not None
         chosen[mover.rid] = Carriage(mover.rid, room.engine, migrate)
-        taken = _blocks(mover, room) if migrate else 0
-        state[room.engine] = replace(
-            room,
-            free_blocks=room.free_blocks - taken,
-            requests=room.requests + 1,
-            tokens=room.tokens + mover.length,
-        )
+        state[room.engine] = room.taking(_blocks(mover, room) if migrate else 0, mover.length)
     return tuple(chosen[mover.rid] for mover in movers)
 
 

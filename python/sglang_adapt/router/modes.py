@@ -1,7 +1,8 @@
-"""Switching the layout while requests run: plan, export, copy and adopt, resume, release.
+"""Switching the layout while requests run: copy ahead, export, plan, copy and adopt, resume, release.
 
-Three round trips to the engines. (1) The engines that leave the layout stop after the batch in flight and hand their
-requests out, which they hold. (2) The engines that enter get them together with the blocks that this process has chosen
+While all requests run, what does not change any more is brought over (`precopy`). Then three round trips to the
+engines. (1) The engines that leave the layout stop after the batch in flight and hand their requests out, which they
+hold. (2) The engines that enter get them together with the blocks that this process has chosen
 for their KV; each rank pulls its part of the KV, and the requests run on. From here on the new layout serves. (3) The
 first ones forget what they held, and all free blocks go to the new engines.
 
@@ -43,11 +44,13 @@ from sglang_adapt.policy.carry import Carriage, Costs, Mover, NoRoomError, Room,
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.precopy import Precopy
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import (
     Arrival,
     Export,
     Outcome,
+    Sent,
     Switch,
     SwitchRefusedError,
     adopt_call,
@@ -207,21 +210,27 @@ class Modes:
         with switch.phase("prepare"):
             await self._prepare(switch)
         switch.epoch = self._pools.begin_epoch()
+        precopy = Precopy(self._pools, self._handoff)
         exports: list[Export] = []
         try:
+            if switch.strategy in (Strategy.AUTO, Strategy.MIGRATE):
+                with switch.phase("precopy"):
+                    await self._copy_ahead(switch, precopy)
             with switch.phase("export"):
-                await self._export_all(switch, exports)
+                await self._export_all(switch, exports, precopy)
             if switch.strategy is Strategy.KEEP:
                 arrivals: dict[EngineSpec, list[Arrival]] = {}
             else:
                 with switch.phase("plan"):
-                    arrivals = self._plan(switch, exports)
+                    arrivals = self._plan(switch, exports, precopy)
         except (SwitchRefusedError, NoRoomError) as error:
+            precopy.drop()
             await self._roll_back(switch, exports)
             raise SwitchRefusedError(f"layout {switch.before} stays: {error}") from error
         with switch.phase("adopt"):
             await self._blocks_of_the_dead(switch)
-            served = await self._adopt_all(switch, arrivals)
+            served = await self._adopt_all(switch, arrivals, precopy)
+        precopy.drop()
         if not served:
             await self._roll_back(switch, exports)
             raise SwitchRefusedError(f"layout {switch.before} stays: {'; '.join(switch.failures)}")
@@ -295,10 +304,26 @@ class Modes:
                 logger.info("%s: %d requests cannot be moved and end first: %s", spec, *_reasons(answers[0].reasons))
                 await self._router.ended(answers[0].reasons)
 
-    async def _export_all(self, switch: Switch, exports: list[Export]) -> None:
+    async def _copy_ahead(self, switch: Switch, precopy: Precopy) -> None:
+        """Raises SwitchRefusedError if an engine that enters has died meanwhile."""
+        leaving = {spec: self._engine(spec) for spec in switch.leaving}
+        sources = {
+            spec: len(engine.in_flight)
+            for spec, engine in leaving.items()
+            if engine.state is EngineState.READY and engine.in_flight
+        }
+        if sources:
+            await precopy.run(
+                switch, sources, self._room, lambda movers, rooms: carry(movers, rooms, Strategy.AUTO, self._costs)
+            )
+        for spec in switch.entering:
+            if self._engine(spec).state is not EngineState.READY:
+                raise SwitchRefusedError(f"engine {spec} has died since the switch began")
+
+    async def _export_all(self, switch: Switch, exports: list[Export], precopy: Precopy) -> None:
         """Add what all engines that leave hand out; an engine that is dead has nothing. Raises SwitchRefusedError."""
         alive = [spec for spec in switch.leaving if self._engine(spec).state is EngineState.READY]
-        results = await asyncio.gather(*(self._export(switch, spec) for spec in alive), return_exceptions=True)
+        results = await asyncio.gather(*(self._export(switch, spec, precopy) for spec in alive), return_exceptions=True)
         exports += [result for result in results if isinstance(result, Export)]
         for spec, result in zip(alive, results, strict=True):
             if isinstance(result, (CallRefusedError, SwitchRefusedError)):
@@ -308,7 +333,7 @@ class Modes:
             elif isinstance(result, BaseException):
                 raise result
 
-    async def _export(self, switch: Switch, spec: EngineSpec) -> Export:
+    async def _export(self, switch: Switch, spec: EngineSpec, precopy: Precopy) -> Export:
         deaths = self._pools.deaths(spec)
         keep = self._pools.settings.standby_blocks
         answers = await self._handoff(spec, ExportCall(switch.epoch, keep), ExportAnswer)
@@ -316,7 +341,12 @@ class Modes:
         pages = np.stack([unpack_ids(answer.exported) for answer in answers])
         self._pools.exported(spec, pages, np.stack([unpack_ids(answer.given) for answer in answers]))
         requests = tuple(answers[0].requests)
-        blocks = {request.rid: [answer.blocks[at] for answer in answers] for at, request in enumerate(requests)}
+        blocks = {
+            request.rid: [
+                [*precopy.blocks(spec, request, rank), *answer.blocks[at]] for rank, answer in enumerate(answers)
+            ]
+            for at, request in enumerate(requests)
+        }
         export = Export(spec, deaths, switch.epoch, requests, blocks, pages)
         self._router.detach(self._engine(spec), export.rids)
         if answers[0].staying:
@@ -331,37 +361,52 @@ class Modes:
             if self._engine(spec).state is EngineState.DEAD and self._pools.counts(spec)[0]:
                 await self._pools.gone(spec, self._pools.deaths(spec))
 
-    def _plan(self, switch: Switch, exports: Sequence[Export]) -> dict[EngineSpec, list[Arrival]]:
+    def _plan(self, switch: Switch, exports: Sequence[Export], precopy: Precopy) -> dict[EngineSpec, list[Arrival]]:
         """Where each request goes. Raises NoRoomError."""
         # A request is not on the move if its engine was seen to die before its export was.
         there = self._router.moving.in_flight
         by_rid = {
             request.rid: (request, export) for export in exports for request in export.requests if request.rid in there
         }
+        sent = precopy.place(
+            [request for request, export in by_rid.values() if self._lives(export)],
+            [self._room(spec) for spec in switch.entering],
+        )
+        rooms = {spec.name: self._room(spec) for spec in switch.entering}
+        for rid, ahead in sent.items():
+            room, request = rooms[ahead.spec.name], by_rid[rid][0]
+            rooms[room.engine] = room.taking(precopy.needs(request, ahead, room), request.length)
         movers = [
             Mover(rid, tuple(export.spec.gpus), request.kv_tokens if self._lives(export) else 0, request.length)
             for rid, (request, export) in by_rid.items()
+            if rid not in sent
         ]
-        rooms = [self._room(spec) for spec in switch.entering]
         strategy = Strategy.AUTO if switch.strategy is Strategy.DRAIN else switch.strategy
+        carried = {
+            carriage.rid: carriage for carriage in carry(movers, list(rooms.values()), strategy, self._costs)
+        } | {rid: Carriage(rid, ahead.spec.name, migrate=True) for rid, ahead in sent.items()}
         arrivals: dict[EngineSpec, list[Arrival]] = {spec: [] for spec in switch.entering}
-        for carriage in carry(movers, rooms, strategy, self._costs):
-            request, export = by_rid[carriage.rid]
-            arrivals[self._specs[carriage.engine]].append(self._arrival(switch, carriage, request, export))
+        for rid, (request, export) in by_rid.items():
+            if rid not in sent:
+                request = precopy.whole(export.spec, request)
+            arrival = self._arrival(switch, carried[rid], request, export, sent.get(rid))
+            arrivals[self._specs[carried[rid].engine]].append(arrival)
         return arrivals
 
-    def _arrival(self, switch: Switch, carriage: Carriage, request: CarriedRequest, export: Export) -> Arrival:
+    def _arrival(
+        self, switch: Switch, carriage: Carriage, request: CarriedRequest, export: Export, sent: Sent | None
+    ) -> Arrival:
         if carriage.migrate:
             geometry = self._pools.settings.geometry
             switch.requests["migrated"] += 1
             switch.kv_tokens += request.kv_tokens
             switch.kv_bytes += request.kv_tokens * geometry.planes * geometry.kv_heads * geometry.head_bytes
-            return Arrival(request, export)
+            return Arrival(request, export, sent, geometry.tokens_per_block(export.spec.tp))
         if request.kv_tokens or request.recompute:
             switch.requests["recomputed"] += 1
-            return Arrival(request.without_kv(), None)
+            return Arrival(request.without_kv())
         switch.requests["waiting"] += 1
-        return Arrival(request, None)
+        return Arrival(request)
 
     def _room(self, spec: EngineSpec) -> Room:
         engine = self._engine(spec)
@@ -374,10 +419,13 @@ class Modes:
             sum(engine.in_flight.values()),
         )
 
-    async def _adopt_all(self, switch: Switch, arrivals: Mapping[EngineSpec, Sequence[Arrival]]) -> list[EngineSpec]:
+    async def _adopt_all(
+        self, switch: Switch, arrivals: Mapping[EngineSpec, Sequence[Arrival]], precopy: Precopy
+    ) -> list[EngineSpec]:
         """Let every engine that enters take its requests up, those first that it had kept; returns those that did."""
         results = await asyncio.gather(
-            *(self._enter(switch, spec, arrivals.get(spec, ())) for spec in switch.entering), return_exceptions=True
+            *(self._enter(switch, spec, arrivals.get(spec, ()), precopy) for spec in switch.entering),
+            return_exceptions=True,
         )
         served = []
         for spec, result in zip(switch.entering, results, strict=True):
@@ -389,14 +437,14 @@ class Modes:
                 raise result
         return served
 
-    async def _enter(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
+    async def _enter(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival], precopy: Precopy) -> None:
         """Let an engine go on with what it had kept, then take up what arrives.
 
         In this order, because a prompt that is read in chunks can go on only where no other one is. Raises as `_adopt`.
         """
         kept = self._kept.pop(spec, None)
         if kept is None:
-            await self._adopt(switch, spec, arrivals)
+            await self._adopt(switch, spec, arrivals, precopy)
             return
         self._router.unkeep(self._engine(spec))
         try:
@@ -407,18 +455,18 @@ class Modes:
             resumed = []
         switch.requests["resumed"] += len(resumed)
         try:
-            await self._adopt(switch, spec, arrivals)
+            await self._adopt(switch, spec, arrivals, precopy)
         except CallRefusedError as error:
             # It runs requests again, but may stay outside the layout, where it has no blocks for them.
             self._pools.kill(spec, str(error))
             raise
 
     def _blocks(self, spec: EngineSpec, arrivals: Sequence[Arrival]) -> int:
-        """Blocks on each rank that the arrivals' KV fills."""
+        """Blocks on each rank that the arrivals need, beside those that hold what was copied ahead."""
         page = self._pools.settings.geometry.tokens_per_block(spec.tp)
-        return sum(-(-arrival.request.kv_tokens // page) for arrival in arrivals)
+        return sum(arrival.blocks(page) for arrival in arrivals)
 
-    async def _adopt(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival]) -> None:
+    async def _adopt(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival], precopy: Precopy) -> None:
         """Reserve blocks, let the engine copy and take up, and note it in the ledgers.
 
         Raises:
@@ -453,7 +501,9 @@ class Modes:
                 pools.refused(spec, reserved, lent)
             raise
         pools.end_copy(ticket)
-        pools.adopted(spec, reserved)
+        ahead = [arrival.sent.pages for arrival in arrivals if arrival.sent is not None]
+        pools.adopted(spec, np.concatenate([reserved, *ahead], axis=1))
+        precopy.taken(arrival.request.rid for arrival in arrivals)
         self._router.attach(self._engine(spec), answers[0].adopted)
 
     def _strand_the_rest(
@@ -555,6 +605,9 @@ class Modes:
     # The rest.
 
     async def _handoff(self, spec: EngineSpec, call: HandoffCall, kind: type[Answer]) -> list[Answer]:
+        """Ask an engine that is up; raises EngineCallError."""
+        if self._engine(spec).state is not EngineState.READY:
+            raise EngineGoneError(f"{spec} has died since the switch began")
         answers = await self._pools.ask(spec, "handoff", to_plain(call))
         return [msgspec.convert(answer, kind) for answer in answers]
 

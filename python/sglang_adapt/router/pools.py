@@ -114,6 +114,11 @@ class Pools:
         copy has ended; `freed` is called then."""
         return self._leases.free(self._ranks[spec]) >= self.settings.standby_blocks
 
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens that fill whole blocks at every TP size."""
+        return self.settings.geometry.tokens_per_block(max(spec.tp for spec in self._ranks))
+
     def available(self, spec: EngineSpec) -> int:
         """Blocks on each rank by which an engine's lease may grow: the free ones, less those that are kept for other
         engines on the same GPUs that do not have theirs now."""
@@ -220,6 +225,10 @@ class Pools:
         self._leases.export(self._ranks[spec], exported, self.epoch)
         self._leases.shrink(self._ranks[spec], given, self.epoch)
 
+    def given(self, spec: EngineSpec, pages: Pages) -> None:
+        """An engine has given free blocks back."""
+        self._free(spec, pages)
+
     def restored(self, spec: EngineSpec, exported: Pages) -> None:
         """An engine has taken back what it had handed out."""
         self._counts.clear()
@@ -249,6 +258,11 @@ class Pools:
         self._counts.clear()
         self._leases.cancel(self._ranks[spec], reserved, self.epoch)
         self._leases.shrink(self._ranks[spec], lent, self.epoch)
+
+    def cancel(self, spec: EngineSpec, reserved: Pages) -> None:
+        """Nothing comes for which blocks were reserved."""
+        self._counts.clear()
+        self._leases.cancel(self._ranks[spec], reserved, self.epoch)
 
     def begin_copy(self, batches: Sequence[CopyBatch]) -> CopyTicket:
         """Engines are about to copy: what they read and write is not given to anyone before `end_copy`."""

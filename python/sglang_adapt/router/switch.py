@@ -21,7 +21,7 @@ from sglang_adapt.policy.carry import Strategy
 
 Blocks = list[list[int]]
 """Blocks of one request in token order, a list a rank."""
-Phase = Literal["prepare", "export", "plan", "adopt", "release"]
+Phase = Literal["prepare", "precopy", "export", "plan", "adopt", "release"]
 Way = Literal["migrated", "recomputed", "waiting", "kept", "resumed", "drained", "stranded"]
 """What becomes of a request: it moves with its KV, without it, or had none; it stays paused, or goes on after that; it
 ends first; or it lost its engine and goes on from its tokens."""
@@ -55,7 +55,7 @@ class Export:
         deaths: how often it had died then; if it has died since, its requests' KV is gone.
         epoch: of the export.
         requests: in the order in which they should be taken up.
-        blocks: by request id, the blocks of each rank in token order.
+        blocks: by request id, all blocks of each rank in token order.
         pages: `[TP size, n]`, the blocks that have left the ranks' leases.
     """
 
@@ -72,17 +72,62 @@ class Export:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A request on its way to an engine; `source` is None if its KV is left behind."""
+class Snapshot:
+    """What an engine has said of one of its requests while it runs.
+
+    Attributes:
+        request: with its whole state; `ahead` tokens of it can be copied.
+        blocks: of these tokens, of each rank, in token order.
+    """
 
     request: CarriedRequest
-    source: Export | None
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A snapshot that is at an engine, with its KV.
+
+    Attributes:
+        snapshot: what was sent.
+        spec: the engine.
+        deaths: how often it had died then.
+        pages: `[TP size, n]`, blocks that are reserved there, and hold the KV of the first `ahead` tokens.
+    """
+
+    snapshot: Snapshot
+    spec: EngineSpec
+    deaths: int
+    pages: IntArray
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request on its way to an engine.
+
+    Attributes:
+        request: its message.
+        source: None if its KV is left behind.
+        sent: what is there of it already.
+        page: tokens of a block of the source.
+    """
+
+    request: CarriedRequest
+    source: Export | None = None
+    sent: Sent | None = None
+    page: int = 1
 
     @property
     def kv_source(self) -> KvSource:
+        """Of the tokens that are not there yet."""
         if self.source is None:
             return KvSource([], [])
-        return KvSource(list(self.source.spec.gpus), self.source.blocks[self.request.rid])
+        first = self.request.ahead // self.page
+        return KvSource(list(self.source.spec.gpus), [rank[first:] for rank in self.source.blocks[self.request.rid]])
+
+    def blocks(self, page: int) -> int:
+        """Blocks of `page` tokens that it needs on each rank, beside those that are there."""
+        return -(-self.request.kv_tokens // page) - self.request.ahead // page
 
 
 def deal(arrivals: Sequence[Arrival], page: int, reserved: IntArray) -> list[Blocks]:
@@ -90,9 +135,9 @@ def deal(arrivals: Sequence[Arrival], page: int, reserved: IntArray) -> list[Blo
 
     Args:
         page: tokens of a block.
-        reserved: `[TP size, n]`, as many blocks on each rank as the requests' KV fills.
+        reserved: `[TP size, n]`, as many blocks on each rank as the requests need.
     """
-    counts = [-(-arrival.request.kv_tokens // page) for arrival in arrivals]
+    counts = [arrival.blocks(page) for arrival in arrivals]
     ends = np.cumsum([0, *counts]).tolist()
     return [[rank[start:end] for start, end in pairwise(ends)] for rank in reserved.tolist()]
 
@@ -101,12 +146,14 @@ def copies_of(spec: EngineSpec, arrivals: Sequence[Arrival], blocks: Sequence[Bl
     """The copies that bring the arrivals' KV to an engine, for the ledgers."""
     batches: dict[tuple[int, ...], list[RequestCopy]] = {}
     for at, arrival in enumerate(arrivals):
-        if arrival.source is not None and arrival.request.kv_tokens:
+        request = arrival.request
+        if arrival.source is not None and request.kv_tokens > request.ahead:
             copy = RequestCopy(
-                arrival.request.rid,
-                arrival.request.kv_tokens,
-                np.asarray(arrival.source.blocks[arrival.request.rid], dtype=np.int32),
+                request.rid,
+                request.kv_tokens,
+                np.asarray(arrival.kv_source.blocks, dtype=np.int32),
                 np.asarray([rank[at] for rank in blocks], dtype=np.int32),
+                request.ahead,
             )
             batches.setdefault(tuple(arrival.source.spec.gpus), []).append(copy)
     return [CopyBatch(gpus, tuple(spec.gpus), tuple(requests)) for gpus, requests in batches.items()]
@@ -133,6 +180,7 @@ class Switch:
         epoch: 0 until the engines are told to stop.
         requests: how many went which way.
         kv_tokens: tokens whose KV was copied.
+        ahead_tokens: tokens whose KV was copied before the pause; those of requests that ended meanwhile as well.
         kv_bytes: bytes that were copied.
         phases_ms: milliseconds of each phase, in order; the requests of the engines that leave are paused from
             "export" to "adopt".
@@ -148,6 +196,7 @@ class Switch:
     epoch: int = 0
     requests: Counter[Way] = field(default_factory=Counter)
     kv_tokens: int = 0
+    ahead_tokens: int = 0
     kv_bytes: int = 0
     phases_ms: dict[Phase, float] = field(default_factory=dict)
     steps_ms: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -191,6 +240,7 @@ class Switch:
             "reason": self.reason,
             "requests": dict(self.requests),
             "kv_tokens": self.kv_tokens,
+            "ahead_tokens": self.ahead_tokens,
             "kv_bytes": self.kv_bytes,
             "pause_ms": round(self.pause_ms, 2),
             "phases_ms": {name: round(ms, 2) for name, ms in self.phases_ms.items()},

@@ -11,16 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.upstream.handoff.agree import on_all_ranks
+from sglang_adapt.upstream.handoff.ahead import Ahead
 from sglang_adapt.upstream.handoff.batch import join_running
 from sglang_adapt.upstream.handoff.grammar import rebuild_grammar
 from sglang_adapt.upstream.handoff.held import held
 from sglang_adapt.upstream.handoff.late_cache import cache_later
-from sglang_adapt.upstream.handoff.pack import Unpacked, unpack
+from sglang_adapt.upstream.handoff.pack import Unpacked
 from sglang_adapt.upstream.handoff.quiesce import drain, requests_of
 from sglang_adapt.upstream.kv_lease import EngineLease
 
@@ -69,16 +71,21 @@ def adopt(
     blocks: Sequence[Sequence[int]],
     laps: Laps,
     start_copy: Callable[[], Callable[[], None]] | None = None,
+    epoch: int = 0,
+    ahead: Ahead | None = None,
 ) -> Adoption:
     """Take requests up.
 
     Args:
         scheduler: stock's.
         requests: as `export` gave them; none that its client has given up.
-        blocks: for each request the pages of this rank, which are to join its lease: as many as hold `kv_tokens`.
+        blocks: for each request the pages of this rank, which are to join its lease: as many as hold `kv_tokens`, less
+            those that came ahead.
         laps: gets the time of each step.
         start_copy: begins to bring the KV into the pages, while the rest goes on; what it returns waits until it is
             there. None if it is there already.
+        epoch: of the move.
+        ahead: what has come before.
 
     Raises:
         AdoptError, UnpackError, GrammarError, LeaseError: naming the request.
@@ -94,7 +101,7 @@ def adopt(
         if start_copy is not None:
             copies.append(start_copy())
             laps.lap("start copy")
-        return _prepare(scheduler, requests, blocks)
+        return _prepare(scheduler, requests, blocks, epoch, ahead or Ahead())
 
     try:
         arrivals = on_all_ranks(scheduler, "adopt", prepare)
@@ -119,7 +126,13 @@ def adopt(
     )
 
 
-def _prepare(scheduler: Any, requests: Sequence[CarriedRequest], blocks: Sequence[Sequence[int]]) -> list[_Arrival]:
+def _prepare(
+    scheduler: Any,
+    requests: Sequence[CarriedRequest],
+    blocks: Sequence[Sequence[int]],
+    epoch: int,
+    ahead: Ahead,
+) -> list[_Arrival]:
     """All checks and all work that can fail; changes nothing but the engine's cache of grammars."""
     if len(blocks) != len(requests):
         raise AdoptError(f"{len(requests)} requests come with the blocks of {len(blocks)}")
@@ -128,18 +141,19 @@ def _prepare(scheduler: Any, requests: Sequence[CarriedRequest], blocks: Sequenc
         there |= {req.rid for req in exported.taken.all}
     slots = len(scheduler.req_to_token_pool.free_slots)
     arrivals = []
-    for carried, pages in zip(requests, blocks, strict=True):
+    for carried, rest in zip(requests, blocks, strict=True):
         if carried.rid in there:
             raise AdoptError(f"request {carried.rid} is on this engine already")
         there.add(carried.rid)
+        unpacked, first = ahead.take(carried, scheduler, epoch)
+        pages = [*first, *rest]
         _check_fits(scheduler, carried, pages)
-        unpacked = unpack(carried, scheduler)
         req = unpacked.req
         if unpacked.has_grammar and (carried.recompute or carried.kind is not RequestKind.WAITING or req.output_ids):
             rebuild_grammar(scheduler, req)
         runs = carried.kind is RequestKind.RUNNING and slots > 0
         slots -= runs
-        arrivals.append(_Arrival(unpacked, list(pages), runs))
+        arrivals.append(_Arrival(unpacked, pages, runs))
     EngineLease.of(scheduler).pages.require_addable([page for arrival in arrivals for page in arrival.pages])
     return arrivals
 
@@ -168,11 +182,16 @@ def _seat(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
     pool, size = scheduler.req_to_token_pool, scheduler.page_size
     pool.alloc([arrival.req for arrival in arrivals])
     rows = _slots(scheduler, [page for arrival in arrivals for page in arrival.pages]).to(torch.int32)
-    first = 0
+    lengths = [arrival.kv_tokens for arrival in arrivals]
+    firsts = np.cumsum([0, *(len(arrival.pages) * size for arrival in arrivals)])[:-1]
+    # One write for all: of each token its request's slot, its position, and where its row is.
+    seats = [arrival.req.req_pool_idx for arrival in arrivals]
+    position = np.concatenate([np.arange(length) for length in lengths])
+    table = np.stack([np.repeat(seats, lengths), position, np.repeat(firsts, lengths) + position])
+    seat, place, row = torch.from_numpy(table).to(rows.device)
+    pool.write((seat, place), rows[row])
     for arrival in arrivals:
         req, tokens = arrival.req, arrival.kv_tokens
-        pool.write((req.req_pool_idx, slice(0, tokens)), rows[first : first + tokens])
-        first += len(arrival.pages) * size
         req.kv = ReqKvInfo(kv_allocated_len=tokens, swa_evicted_seqlen=0)
         req.kv_committed_len = tokens
         req._refresh_fill_ids()

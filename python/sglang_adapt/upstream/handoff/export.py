@@ -20,6 +20,7 @@ from sglang_adapt.upstream.handoff.late_cache import forget
 from sglang_adapt.upstream.handoff.pack import pack
 from sglang_adapt.upstream.handoff.quiesce import check_room, drain, put_back, requests_of, take
 from sglang_adapt.upstream.handoff.refusals import reason_to_stay
+from sglang_adapt.upstream.handoff.snapshot import Snapshots
 from sglang_adapt.upstream.kv_lease import EngineLease
 
 
@@ -33,7 +34,7 @@ class Export:
 
     Attributes:
         requests: messages, on rank 0 only.
-        blocks: for each request this rank's pages in token order.
+        blocks: for each request this rank's pages in token order, less those that its snapshot had, if they still hold.
         pages: the pages that have left the lease, ascending.
         staying: id to reason of what cannot be carried.
     """
@@ -46,13 +47,15 @@ class Export:
 
 @dataclass(frozen=True)
 class _Part:
-    """One request to hand out: its pages in token order, and how many of them, from the front, are the cache's."""
+    """One request to hand out: its pages in token order, how many of them, from the front, are the cache's, and for how
+    many of its tokens its snapshot still holds (None if it is in none)."""
 
     req: Any
     kind: RequestKind
     kv_tokens: int
     pages: list[int]
     cached: int
+    ahead: int | None
 
 
 def unexportable(scheduler: Any) -> dict[str, str]:
@@ -61,8 +64,50 @@ def unexportable(scheduler: Any) -> dict[str, str]:
     return {rid: reason for rid, reason in reasons.items() if reason is not None}
 
 
-def export(scheduler: Any, epoch: int, laps: Laps) -> Export:
+def snapshot(scheduler: Any, epoch: int, unit: int, laps: Laps) -> tuple[Snapshots, list[CarriedRequest]]:
+    """Let the batch in flight end, and say what the requests that decode and can be carried consist of; they run on.
+
+    Args:
+        unit: as in SnapshotCall.
+
+    Returns:
+        what was told, and the messages, on rank 0 only.
+
+    Raises:
+        ExportError, OtherRankFailedError: with nothing told.
+    """
+    drain(scheduler)
+    laps.lap("drain")
+
+    def note() -> tuple[Snapshots, list[CarriedRequest]]:
+        reqs = [req for req in scheduler.running_batch.reqs if reason_to_stay(req) is None]
+        tokens = [_kv_tokens(req, RequestKind.RUNNING) for req in reqs]
+        told = Snapshots(epoch)
+        size, first = scheduler.page_size, scheduler.ps.tp_rank == 0
+        pages = _pages(scheduler, reqs, tokens)
+        requests = [told.add(req, row, size, unit, first) for req, row in zip(reqs, pages, strict=True)]
+        return told, [request for request in requests if request is not None]
+
+    told = on_all_ranks(scheduler, "tell its requests", note)
+    laps.lap("pack")
+    return told
+
+
+def pages_of_prompt(scheduler: Any) -> int:
+    """Pages that the prompt that is being read in chunks still needs: stock goes on with it without looking whether
+    they are there."""
+    req = scheduler.chunked_req
+    if req is None:
+        return 0
+    tokens = len(req.origin_input_ids) + len(req.output_ids) - req.extend_range.end
+    return -(-tokens // scheduler.page_size) + 1
+
+
+def export(scheduler: Any, epoch: int, laps: Laps, told: Snapshots | None = None) -> Export:
     """Let the batch in flight end, then take out and hold every request that can be carried.
+
+    Args:
+        told: what `snapshot` gave in this epoch; requests are told as what has changed since.
 
     Outputs of the last batch are sent before this returns.
 
@@ -74,13 +119,14 @@ def export(scheduler: Any, epoch: int, laps: Laps) -> Export:
     forget()
     laps.lap("drain")
     staying = unexportable(scheduler)
-    parts, requests = on_all_ranks(scheduler, "export", lambda: _hand_out(scheduler, staying))
+    parts, requests = on_all_ranks(scheduler, "export", lambda: _hand_out(scheduler, staying, told or Snapshots()))
     laps.lap("pack")
     pages = sorted(page for part in parts for page in part.pages[part.cached :])
     EngineLease.of(scheduler).take_out(pages)
     holder.hold(Held(epoch, take(scheduler, lambda req: req.rid not in staying), pages))
     laps.lap("take out")
-    return Export(requests, [part.pages for part in parts], pages, staying)
+    blocks = [part.pages[(part.ahead or 0) // scheduler.page_size :] for part in parts]
+    return Export(requests, blocks, pages, staying)
 
 
 def release(scheduler: Any, held: Held, taken: set[str]) -> list[str]:
@@ -140,7 +186,7 @@ def restore(scheduler: Any, held: Held) -> list[str]:
     return [req.rid for req in held.taken.all if req.rid not in held.aborted]
 
 
-def _hand_out(scheduler: Any, staying: dict[str, str]) -> tuple[list[_Part], list[CarriedRequest]]:
+def _hand_out(scheduler: Any, staying: dict[str, str], told: Snapshots) -> tuple[list[_Part], list[CarriedRequest]]:
     """All requests but those that stay, as parts and, on rank 0, as messages; in the order to take them up in."""
     chunked = [scheduler.chunked_req] if scheduler.chunked_req is not None else []
     waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
@@ -157,12 +203,24 @@ def _hand_out(scheduler: Any, staying: dict[str, str]) -> tuple[list[_Part], lis
     tokens = [_kv_tokens(req, kind) for req, kind in wanted]
     pages = _pages(scheduler, [req for req, _ in wanted], tokens)
     parts = [
-        _Part(req, kind, count, row, req.cache_protected_len // scheduler.page_size if count else 0)
+        _Part(
+            req,
+            kind,
+            count,
+            row,
+            req.cache_protected_len // scheduler.page_size if count else 0,
+            told.ahead(req, row) if kind is RequestKind.RUNNING else None,
+        )
         for (req, kind), count, row in zip(wanted, tokens, pages, strict=True)
     ]
     if scheduler.ps.tp_rank != 0:
         return parts, []
-    return parts, [pack(part.req, part.kind, part.kv_tokens) for part in parts]
+    return parts, [
+        pack(part.req, part.kind, part.kv_tokens)
+        if part.ahead is None
+        else told.describe(part.req, part.kv_tokens, part.ahead)
+        for part in parts
+    ]
 
 
 def _kv_tokens(req: Any, kind: RequestKind) -> int:

@@ -62,13 +62,19 @@ def pack(req: Any, kind: RequestKind, kv_tokens: int) -> CarriedRequest:
     clocks = {name: value for name, value in vars(req.time_stats).items() if type(value) in (int, float) and value}
     tokens, aliases = _take_tokens(attributes)
     packed = _Packed(attributes, tokens, aliases, clocks, req.grammar is not None)
-    state = pickle.dumps(packed, protocol=pickle.HIGHEST_PROTOCOL)
+    return describe(req, kind, kv_tokens, pickle.dumps(packed, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def describe(
+    req: Any, kind: RequestKind, kv_tokens: int, state: bytes, delta: bytes = b"", ahead: int = 0
+) -> CarriedRequest:
+    """The message of a request whose state is packed already."""
     most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
-    return CarriedRequest(req.rid, kind, kv_tokens, req.seqlen, most, req.priority, state)
+    return CarriedRequest(req.rid, kind, kv_tokens, req.seqlen, most, req.priority, state, delta=delta, ahead=ahead)
 
 
 def unpack(carried: CarriedRequest, scheduler: Any) -> Unpacked:
-    """A request of `scheduler` from its message.
+    """A request of `scheduler` from the state in its message.
 
     Raises:
         UnpackError: the state is not that of a request, or of another one.
@@ -84,10 +90,7 @@ def unpack(carried: CarriedRequest, scheduler: Any) -> Unpacked:
     if not isinstance(packed, _Packed) or packed.attributes["rid"] != carried.rid:
         raise UnpackError(f"request {carried.rid}: its state is not that of this request")
     attributes = packed.attributes
-    attributes |= {
-        name: array("q", np.frombuffer(data, np.int32).astype(np.int64).tobytes())
-        for name, data in packed.tokens.items()
-    }
+    attributes |= {name: wide(data) for name, data in packed.tokens.items()}
     attributes |= {name: attributes[other] for name, other in packed.aliases.items()}
     req = Req(
         carried.rid,
@@ -118,10 +121,20 @@ def _take_tokens(attributes: dict[str, Any]) -> tuple[dict[str, bytes], dict[str
             aliases[name] = other
             del attributes[name]
             continue
-        ids = np.frombuffer(value, np.int64)
-        narrow = ids.astype(np.int32)
-        if np.array_equal(narrow, ids):
+        if (data := narrow(value)) is not None:
             lists[id(value)] = name
-            tokens[name] = narrow.tobytes()
+            tokens[name] = data
             del attributes[name]
     return tokens, aliases
+
+
+def narrow(ids: array[int], first: int = 0) -> bytes | None:
+    """Token ids from `first` on, as int32; None if one is no int32."""
+    wide_ids = np.frombuffer(ids, np.int64)[first:]
+    narrow_ids = wide_ids.astype(np.int32)
+    return narrow_ids.tobytes() if np.array_equal(narrow_ids, wide_ids) else None
+
+
+def wide(data: bytes) -> array[int]:
+    """What `narrow` was given."""
+    return array("q", np.frombuffer(data, np.int32).astype(np.int64).tobytes())
