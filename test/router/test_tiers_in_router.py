@@ -334,6 +334,25 @@ def test_report_has_times_and_forecasts() -> None:
     assert (report.terms, report.output_tokens, report.ended) == (Terms("strict", 100.0, 10.0), 11, "finished")
 
 
+def test_what_can_still_be_in_time_goes_before_what_is_late() -> None:
+    world = Tiered("tp2@0-1")
+    for rid, tokens in (("long", 80), ("late", 45), ("soon", 30)):
+        world.arrive(rid, "strict", tokens=tokens)
+        world.now += 3
+    assert world.placed() == {"tp2@0-1": ["long"]} and world.admission.held == 2
+    # 45 ms more would be too much for `late` now; `soon` would take 30 and has 41 left.
+    world.now = 1065.0
+    world.finish("tp2@0-1", "long")
+    assert world.placed() == {"tp2@0-1": ["long", "soon"]}
+    assert world.admission.priority("soon") == 2
+    world.now += 5000
+    world.finish("tp2@0-1", "soon")
+    assert world.placed() == {"tp2@0-1": ["long", "soon", "late"]}
+    world.finish("tp2@0-1", "late")
+    outcomes = {report.rid: report.outcome for report in world.reports}
+    assert outcomes == {"long": "feasible", "soon": "feasible", "late": "best_effort"}
+
+
 def test_what_is_seen_corrects_what_is_predicted() -> None:
     world = Tiered("tp2@0-1")
     for number in range(60):

@@ -219,6 +219,20 @@ def _load(job: Job, found: Forecast) -> int:
     return math.floor(max(found.ttft_ms / job.ttft_ms, found.tpot_ms / job.tpot_ms) / _LOAD_STEP)
 
 
+def place(job: Job, loads: Sequence[Load]) -> Decision | None:
+    """Where a request that has waited can meet its targets now, and no promise is broken; None if nowhere."""
+    if not loads or job.ttft_ms is None or job.tpot_ms is None:
+        return None
+    decision = admit(job, loads, reject=False, waiting=0, queue_limit=1)
+    return decision if decision.outcome is Outcome.FEASIBLE else None
+
+
+def is_late(job: Job, loads: Sequence[Load]) -> bool:
+    """Has it waited so long that no engine could give its first token in time any more, even if it were idle?"""
+    assert job.ttft_ms is not None
+    return job.waited_ms + min(load.times.prefill_ms(max(1, job.tokens)) for load in loads) > job.ttft_ms
+
+
 def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
     """After how many seconds an engine may have room again, 1 to 60: prompts computed, or one request in two ended."""
     waits = []

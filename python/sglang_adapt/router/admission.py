@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from heapq import heappop, heappush
 
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, RequestReport
 from sglang_adapt.core.slo import SloConfig, Terms, request_terms
@@ -23,6 +24,8 @@ from sglang_adapt.policy.admission import (
     admit,
     aged_place,
     forecast,
+    is_late,
+    place,
     prompts_ms,
     room_for,
 )
@@ -118,6 +121,7 @@ class Admission:
             Outcome.BEST_EFFORT: OrderedDict(),
             Outcome.BACKGROUND: OrderedDict(),
         }
+        self._deadlines: list[tuple[float, str]] = []
         self._waiting: Counter[str] = Counter()
         self._prefill: dict[str, tuple[float, float]] = {}
         self._outputs: dict[str, float] = {}
@@ -216,6 +220,8 @@ class Admission:
             assert decision.engine is not None
             return decision.engine
         self._held[decision.outcome][rid] = None
+        if decision.outcome is Outcome.BEST_EFFORT and terms.ttft_ms is not None:
+            heappush(self._deadlines, (arrived + terms.ttft_ms, rid))
         return None
 
     def next_held(self, engines: Sequence[Engine]) -> tuple[str, str] | None:
@@ -230,24 +236,40 @@ class Admission:
         if self._clock_ms() - oldest_ms > self.config.background_wait_s * 1000:
             at = aged_place(loads, [self._tally.of(engine.name).aged for engine in engines])
             if at is not None:
-                return self._let_go(oldest, engines[at].name, aged=True)
-        for kind in (Outcome.BEST_EFFORT, Outcome.BACKGROUND):
-            if not self._held[kind]:
-                continue
-            record = self._records[next(iter(self._held[kind]))]
-            job = self._job(record.terms, record.tokens, record.most_output, 0.0)
-            at = room_for(job, loads, self._spare_ms(), self._turn)
-            if at is not None:
-                self._turn = (at + 1) % len(loads)
-                return self._let_go(kind, engines[at].name, aged=False)
+                rid, _ = self._held[oldest].popitem(last=False)
+                self._records[rid].aged = True
+                return rid, engines[at].name
+        first = self._next_in_time(loads)
+        if first is not None:
+            record = self._records[first]
+            decision = place(self._job_of(record), loads)
+            if decision is not None and decision.engine is not None:
+                record.decision = decision
+                del self._held[Outcome.BEST_EFFORT][first]
+                return first, decision.engine
+        kind = Outcome.BEST_EFFORT if self._held[Outcome.BEST_EFFORT] else Outcome.BACKGROUND
+        rid = first or next(iter(self._held[kind]))
+        at = room_for(self._job_of(self._records[rid]), loads, self._spare_ms(), self._turn)
+        if at is None:
             # What is behind it in its own queue waits for it; background work behind best effort does, too.
             return None
+        self._turn = (at + 1) % len(loads)
+        del self._held[kind][rid]
+        return rid, engines[at].name
+
+    def _next_in_time(self, loads: Sequence[Load]) -> str | None:
+        """Of best effort that can still be in time, what has the least time left. What is late goes after it."""
+        held = self._held[Outcome.BEST_EFFORT]
+        while self._deadlines:
+            rid = self._deadlines[0][1]
+            if rid in held and not is_late(self._job_of(self._records[rid]), loads):
+                return rid
+            heappop(self._deadlines)
         return None
 
-    def _let_go(self, kind: Outcome, engine: str, *, aged: bool) -> tuple[str, str]:
-        rid, _ = self._held[kind].popitem(last=False)
-        self._records[rid].aged = aged
-        return rid, engine
+    def _job_of(self, record: _Record) -> Job:
+        waited_ms = self._clock_ms() - record.arrived_ms
+        return self._job(record.terms, record.tokens, record.most_output, waited_ms)
 
     def priority(self, rid: str) -> int:
         """Stock's `priority` of a request: by what was promised. Old work counts as promised: it waits no longer."""
