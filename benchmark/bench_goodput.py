@@ -9,9 +9,9 @@ tier by `x-adapt-tier`, which others ignore, so that stock and sglang_adapt get 
 
 Ours with a measured profile and stock in one run, each started and ended, is `compare_goodput.py`, on a quiet machine.
 
-One virtual GPU (about 6 minutes; 10 requests/s are about the capacity of two cores, see what stock meets at 1x):
+One virtual GPU (about 5 minutes; 1x is to be what stock just meets, which on two quiet cores is 16 requests/s or more):
 
-    python benchmark/compare_goodput.py --virtual --layout tp1@0 --rate 10 --input 128 --output 48 --seconds 30 \
+    python benchmark/compare_goodput.py --virtual --layout tp1@0 --rate 20 --input 128 --output 48 --seconds 30 \
         --tier strict:1:400:30 --tier loose:1:2000:80 --reject strict --json benchmark/results/goodput_cpu.json
 
 Two GPUs, Llama-3.1-8B shapes, Nitsum's targets, the first minute of the ServeGen windows at 1x, 2x and 4x (about 15

@@ -64,7 +64,10 @@ def ours(options: argparse.Namespace, both: list[str], folder: Path, logs: Path)
         profile = folder / "profile.json"
         with Server("ours, to be profiled", "sglang_adapt.launch_server", flags, logs / "profile.log") as server:
             command = [sys.executable, "-m", "sglang_adapt.profile", "--url", server.url, "--output", str(profile)]
-            subprocess.run([*command, "--longest", str(2048 if options.virtual else 8192)], check=True)
+            subprocess.run(
+                [*command, *(["--longest", "512", "--repeats", "3"] if options.virtual else ["--longest", "8192"])],
+                check=True,
+            )
     tiers = [
         {
             "name": tier.name,
