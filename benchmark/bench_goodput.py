@@ -1,4 +1,4 @@
-"""Goodput by tier: replays arrivals with tiers against any OpenAI-compatible server, at one rate or several.
+r"""Goodput by tier: replays arrivals with tiers against any OpenAI-compatible server, at one rate or several.
 
 A request is good if it met both targets of its tier; goodput is good requests a second and, as a share, by those sent:
 one that is refused, fails or is late counts as not met. Clocks start when a request is sent. The server is told the
@@ -6,6 +6,22 @@ tier by `x-adapt-tier`, which others ignore, so that stock and sglang_adapt get 
 
     python benchmark/bench_goodput.py --url http://127.0.0.1:30000 --model demo --rate 4 --times 1,2,4 \
         --tier strict:1:400:40 --tier loose:1:2000:80 --input 64 --output 32 --seconds 30 --json out.json
+
+Ours with a measured profile and stock in one run, each started and ended, is `compare_goodput.py`, on a quiet machine.
+
+One virtual GPU (about 5 minutes; 1x is to be what stock just meets, which on two quiet cores is 16 requests/s or more):
+
+    python benchmark/compare_goodput.py --virtual --layout tp1@0 --rate 20 --input 128 --output 48 --seconds 30 \
+        --tier strict:1:400:30 --tier loose:1:2000:80 --reject strict --json benchmark/results/goodput_cpu.json
+
+Two GPUs, Llama-3.1-8B shapes, Nitsum's targets, the first minute of the ServeGen windows at 1x, 2x and 4x (about 15
+minutes; MODELS/llama-3.1-8b has a config.json alone, TRACES is the folder of the traces):
+
+    python benchmark/compare_goodput.py --layout tp1@0,tp1@1 --token-ids --vocab 100000 --times 1,2,4 --count 360 \
+        --trace TRACES/servegen_code.csv TRACES/servegen_conversation.csv --longest 16384 \
+        --tier strict:1:300:10 --tier loose:1:300:20 --reject strict --json benchmark/results/goodput_2gpu.json \
+        --ours-flags "--adapt-start-method spawn" -- --model-path MODELS/llama-3.1-8b --load-format dummy \
+        --skip-tokenizer-init --attention-backend triton --sampling-backend pytorch --max-total-tokens 120000
 """
 
 from __future__ import annotations
@@ -19,6 +35,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -82,28 +99,41 @@ def faster(requests: Sequence[Request], times: float) -> list[Request]:
 
 
 async def replay(
-    url: str, model: str, requests: Sequence[Request], tiers: Sequence[TierLoad], seed: int
+    url: str,
+    model: str,
+    requests: Sequence[Request],
+    tiers: Sequence[TierLoad],
+    seed: int,
+    vocab: int = 250,
+    token_ids: bool = False,
 ) -> tuple[list[Seen], float]:
-    """Send requests at their times; returns what became of each, and the seconds in which they arrived."""
+    """Send requests at their times; returns what became of each, and the seconds in which they arrived.
+
+    Args:
+        vocab: token ids are drawn below this.
+        token_ids: ask sglang's `/generate`, which needs no tokenizer, and not `/v1/completions`.
+    """
     rng = random.Random(seed)
     chosen = rng.choices(tiers, [tier.share for tier in tiers], k=len(requests))
-    prompts = [[rng.randrange(10, 250) for _ in range(request.input_tokens)] for request in requests]
+    prompts = [[rng.randrange(10, vocab) for _ in range(request.input_tokens)] for request in requests]
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         start = time.perf_counter()
 
         async def one(request: Request, tier: TierLoad, prompt: list[int]) -> Seen:
             await asyncio.sleep(max(0.0, request.arrival_s - (time.perf_counter() - start)))
-            return await _send(session, url, model, request, tier, prompt)
+            if token_ids:
+                path, body = "/generate", _generate_body(request, prompt)
+            else:
+                path, body = "/v1/completions", _completions_body(model, request, prompt)
+            return await _send(session, url + path, body, tier)
 
         seen = await asyncio.gather(*map(one, requests, chosen, prompts))
     return list(seen), max(request.arrival_s for request in requests)
 
 
-async def _send(
-    session: aiohttp.ClientSession, url: str, model: str, request: Request, tier: TierLoad, prompt: list[int]
-) -> Seen:
-    body = {
+def _completions_body(model: str, request: Request, prompt: list[int]) -> dict[str, Any]:
+    return {
         "model": model,
         "prompt": prompt,
         "max_tokens": request.output_tokens,
@@ -112,11 +142,19 @@ async def _send(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def _generate_body(request: Request, prompt: list[int]) -> dict[str, Any]:
+    sampling = {"max_new_tokens": request.output_tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+
+
+async def _send(session: aiohttp.ClientSession, url: str, body: dict[str, Any], tier: TierLoad) -> Seen:
     sent = time.perf_counter()
     first = last = None
     tokens, failed = 0, False
     try:
-        async with session.post(f"{url}/v1/completions", json=body, headers={"x-adapt-tier": tier.name}) as response:
+        async with session.post(url, json=body, headers={"x-adapt-tier": tier.name}) as response:
             if response.status != 200:
                 await response.read()
                 return Seen(tier.name, response.status, None, None, 0)
@@ -128,6 +166,10 @@ async def _send(
                 if chunk.get("choices"):
                     last = time.perf_counter()
                     first = first or last
+                if "meta_info" in chunk and chunk["meta_info"]["completion_tokens"] > tokens:
+                    last = time.perf_counter()
+                    first = first or last
+                    tokens = chunk["meta_info"]["completion_tokens"]
                 if chunk.get("usage"):
                     tokens = chunk["usage"]["completion_tokens"]
     except (aiohttp.ClientError, TimeoutError):
@@ -181,37 +223,66 @@ def table(judged: dict[str, dict[str, float | int | None]]) -> str:
     return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
 
 
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what is sent."""
+    parser.add_argument("--tier", type=parse_tier, action="append", required=True, help="name:share:ttft_ms:tpot_ms")
+    parser.add_argument("--rate", type=float, help="requests a second at 1x; without --trace")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of the load, at each rate (default: 30)")
+    parser.add_argument("--input", type=int, default=64, help="prompt tokens, about (default: 64)")
+    parser.add_argument("--output", type=int, default=32, help="output tokens, about (default: 32)")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="trace CSVs to replay instead, one by one")
+    parser.add_argument("--count", type=int, default=200, help="requests of a trace (default: 200)")
+    parser.add_argument("--divide", type=int, default=1, help="its lengths are divided by this")
+    parser.add_argument("--longest", type=int, default=1 << 30, help="leave out what is longer, with its output")
+    parser.add_argument("--times", default="1,2,4", help="multiples of the rate, one run each (default: 1,2,4)")
+    parser.add_argument("--vocab", type=int, default=250, help="token ids are drawn below this (default: 250)")
+    parser.add_argument("--token-ids", action="store_true", help="ask /generate, which needs no tokenizer")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def check_load(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with a message if the flags say nothing or two things."""
+    if (options.rate is None) == (not options.trace):
+        parser.error("give --rate or --trace")
+
+
+def measure(name: str, url: str, model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Send all loads to a server, one after the other; a dict for each."""
+    runs = []
+    for trace in options.trace or [None]:
+        for times in (float(part) for part in options.times.split(",")):
+            requests = _requests(trace, times, options)
+            seen, seconds = asyncio.run(
+                replay(url, model, requests, options.tier, options.seed, options.vocab, options.token_ids)
+            )
+            judged = judge(seen, options.tier, seconds)
+            what = "Poisson" if trace is None else trace.stem
+            print(
+                f"{name}, {what} at {times:g}x, {len(requests)} requests in {seconds:.1f} s\n{table(judged)}",
+                flush=True,
+            )
+            runs.append({"load": what, "times": times, "seconds": round(seconds, 2), "tiers": judged})
+    return runs
+
+
+def _requests(trace: Path | None, times: float, options: argparse.Namespace) -> list[Request]:
+    if trace is None:
+        rng = random.Random(options.seed)
+        return poisson(options.rate * times, options.seconds, options.input, options.output, rng)
+    requests = faster(read_trace(trace, options.count, options.divide), times)
+    return [one for one in requests if one.input_tokens + one.output_tokens <= options.longest]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="the server")
     parser.add_argument("--name", default="server", help="what it is called in the result")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--tier", type=parse_tier, action="append", required=True, help="name:share:ttft_ms:tpot_ms")
-    parser.add_argument("--rate", type=float, help="requests a second at 1x; without --trace")
-    parser.add_argument("--seconds", type=float, default=30.0, help="length of the load at 1x (default: 30)")
-    parser.add_argument("--input", type=int, default=64, help="prompt tokens, about (default: 64)")
-    parser.add_argument("--output", type=int, default=32, help="output tokens, about (default: 32)")
-    parser.add_argument("--trace", type=Path, help="a trace CSV to replay instead")
-    parser.add_argument("--count", type=int, default=200, help="requests of the trace")
-    parser.add_argument("--divide", type=int, default=1, help="its lengths are divided by this")
-    parser.add_argument("--times", default="1,2,4", help="multiples of the rate, one run each (default: 1,2,4)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to add the result")
+    add_load_flags(parser)
     options = parser.parse_args()
-    if (options.rate is None) == (options.trace is None):
-        parser.error("give --rate or --trace")
-    runs = []
-    for times in (float(part) for part in options.times.split(",")):
-        rng = random.Random(options.seed)
-        requests = (
-            poisson(options.rate * times, options.seconds, options.input, options.output, rng)
-            if options.trace is None
-            else faster(read_trace(options.trace, options.count, options.divide), times)
-        )
-        seen, seconds = asyncio.run(replay(options.url, options.model, requests, options.tier, options.seed))
-        judged = judge(seen, options.tier, seconds)
-        print(f"{options.name} at {times:g}x, {len(requests)} requests in {seconds:.1f} s\n{table(judged)}", flush=True)
-        runs.append({"times": times, "seconds": round(seconds, 2), "tiers": judged})
+    check_load(parser, options)
+    runs = measure(options.name, options.url, options.model, options)
     if options.json is not None:
         known = json.loads(options.json.read_text()) if options.json.exists() else {"environment": environment()}
         known[options.name] = runs

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 from typing import Any
 
 import httpx
 import pytest
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, EngineStatus, RequestReport, RouterStatus
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
 from sglang_adapt.core.slo import SloConfig, Terms, Tier
 from sglang_adapt.front.accounting import Accounting
 from sglang_adapt.front.asgi import AdaptLayer
-from sglang_adapt.front.gate import Admitted, Gate, prompt_tokens
+from sglang_adapt.front.gate import CLOSED_MS, Admitted, Gate, prompt_tokens
+from sglang_adapt.front.refusal_log import RefusalLog, keep_out_of_access_log, refusing
 from sglang_adapt.front.slo_api import PATH, SloApi
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.upstream import tickets, wire
@@ -114,6 +118,107 @@ def test_a_refusal_holds_for_a_moment_for_the_same_terms_and_not_for_others() ->
     assert isinstance(smaller, Admitted) and isinstance(other, Admitted)
     assert len(router.asked) == 3
     assert [terms.tier for terms in refused] == ["strict", "strict"]
+
+
+def test_when_a_refusal_has_run_out_one_asks_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that would be refused with it; a shorter one, and one of other terms, ask for themselves."""
+
+    class Slow(Router):
+        async def admit(self, request: AdmitRequest) -> AdmitAnswer:
+            if self.asked:
+                await answer.wait()
+            return await super().admit(request)
+
+    now = 100.0
+    monkeypatch.setattr("sglang_adapt.front.gate.time.monotonic", lambda: now)
+    router = Slow((1, "first"), (2, "second"))
+    gate, answer = Gate(tier_settings(), router), asyncio.Event()
+
+    async def ask(tier: bytes, size: int) -> Any:
+        return await gate.enter([(b"x-adapt-tier", tier)], b" " * size)
+
+    async def run() -> list[Any]:
+        nonlocal now
+        assert (await ask(b"strict", 400)).retry_after_s == 1
+        now += CLOSED_MS / 1000
+        tasks = [asyncio.create_task(ask(b"strict", 400)) for _ in range(50)]
+        await asyncio.sleep(0)
+        answer.set()
+        return await asyncio.gather(*tasks, ask(b"strict", 40), ask(b"loose", 400))
+
+    *same, shorter, other = asyncio.run(run())
+    assert [refusal.retry_after_s for refusal in same] == [2] * 50
+    assert isinstance(shorter, Admitted) and isinstance(other, Admitted)
+    assert len(router.asked) == 4
+
+
+def test_when_there_is_room_again_those_that_waited_ask_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("sglang_adapt.front.gate.time.monotonic", lambda: now)
+    router = Router((1, "full"))
+    gate = Gate(tier_settings(), router)
+
+    async def run() -> list[Any]:
+        nonlocal now
+        await gate.enter([], b" " * 400)
+        now += CLOSED_MS / 1000
+        return await asyncio.gather(*(gate.enter([], b" " * 400) for _ in range(5)))
+
+    assert all(isinstance(one, Admitted) for one in asyncio.run(run()))
+    assert len(router.asked) == 6
+
+
+def test_terms_are_those_of_the_tiers_now() -> None:
+    router = Router()
+    gate = Gate(tier_settings(), router)
+    enter(gate, x_adapt_tier="strict")
+    enter(gate, x_adapt_tier="strict", x_slo_ttft_ms="200")
+    gate.reload(SloConfig((Tier("strict", 400.0, 10.0),), "strict"))
+    enter(gate, x_adapt_tier="strict")
+    enter(gate, b'{"service_tier": "strict"}')
+    assert [request.terms.ttft_ms for request in router.asked] == [300.0, 200.0, 400.0, 400.0]
+    assert enter(gate, b'{"service_tier": ["strict"]}').code == "unknown_tier"
+
+
+def test_a_refused_request_has_no_line_in_the_access_log_and_others_have(caplog: pytest.LogCaptureFixture) -> None:
+    access = logging.getLogger("uvicorn.access")
+
+    async def run() -> None:
+        async def one(refuse: bool, line: str) -> None:
+            if refuse:
+                refusing()
+            await asyncio.sleep(0)
+            access.info(line)
+
+        await asyncio.gather(one(True, "refused"), one(False, "served"))
+
+    with caplog.at_level(logging.INFO, "uvicorn.access"):
+        keep_out_of_access_log()
+        try:
+            asyncio.run(run())
+        finally:
+            del access.isEnabledFor
+    assert caplog.messages == ["served"]
+
+
+def test_refusals_are_told_together(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_adapt.front.refusal_log.INTERVAL_S", 0.01)
+
+    async def run() -> None:
+        log = RefusalLog()
+        for tier in ("strict", "loose", "strict"):
+            log.refused(tier)
+        while not caplog.messages:
+            await asyncio.sleep(0.001)
+
+    with caplog.at_level(logging.INFO, "sglang_adapt.front.refusal_log"):
+        asyncio.run(asyncio.wait_for(run(), 10))
+    assert [message.partition(": ")[2] for message in caplog.messages] == ["1 of tier loose, 2 of tier strict"]
+
+
+def test_the_http_server_reads_requests_with_httptools() -> None:
+    """Without it uvicorn takes h11 without a word, which is half as fast."""
+    assert AutoHTTPProtocol is HttpToolsProtocol
 
 
 class Link:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -12,6 +14,7 @@ from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.policy.admission import Outcome
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.router import Outlets, Router
@@ -104,6 +107,26 @@ class World:
             assert admission.held == len(self.router._held)
             unread = [record for record in admission._records.values() if record.first_ms is None]
             assert admission._waiting.total() == len(unread)
+            self._check_sums(admission)
+
+    def _check_sums(self, admission: Admission) -> None:
+        """What admission has added up is what there is."""
+        tickets = list(admission._tickets.values())
+        assert admission._ticketed == Counter(ticket.request.terms.tier for ticket in tickets)
+        for holder in self.router._holders():
+            records = [admission._records[rid] for rid in holder.in_flight]
+            promised = [record for record in records if record.decision.outcome is Outcome.FEASIBLE]
+            asked = [ticket.request for ticket in tickets if ticket.decision.engine == holder.name]
+            unread = [record for record in records if record.first_ms is None]
+            sums = admission._tally.of(holder.name)
+            assert sums.requests == len(records) + len(asked)
+            assert sums.unread == sum(one.tokens for one in [*unread, *asked])
+            assert sums.context == sum(one.tokens + one.output for one in records) + sum(one.tokens for one in asked)
+            assert sums.decoding == len(records) - len(unread)
+            assert sums.promised == len(promised) + len(asked)
+            assert sums.aged == sum(record.aged for record in records)
+            targets = [one.terms.tpot_ms for one in [*promised, *asked]]
+            assert sums.tightest_tpot_ms == min((one for one in targets if one is not None), default=math.inf)
 
 
 def generate(rid: str, tokens: int = 8) -> io_struct.TokenizedGenerateReqInput:

@@ -17,6 +17,8 @@ from sglang_adapt.policy.admission import (
     aged_place,
     forecast,
     is_feasible,
+    is_late,
+    place,
     retry_after_s,
     room_for,
 )
@@ -141,6 +143,20 @@ def test_room_is_left_for_what_is_to_be_expected() -> None:
     assert admit(loose, [load(9.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.BEST_EFFORT
     assert admit(loose, [load(10.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.FEASIBLE
     assert admit(strict, [load(9.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.FEASIBLE
+
+
+def test_what_has_waited_is_promised_its_targets_if_they_can_still_be_met() -> None:
+    busy, idle = Load("busy", Linear(), 1, 60), Load("idle", Linear())
+    decision = place(Job(20, 1, 100.0, 1000.0, waited_ms=60.0), [busy, idle])
+    assert decision is not None and (decision.outcome, decision.engine) == (Outcome.FEASIBLE, "idle")
+    assert place(Job(20, 1, 100.0, 1000.0, waited_ms=60.0), [busy]) is None
+    assert place(Job(20, 1, None, None), [idle]) is None and place(Job(20, 1, 100.0, 9.0), []) is None
+
+
+def test_what_not_even_an_idle_engine_could_give_in_time_is_late() -> None:
+    busy = Load("busy", Linear(), 9, 5000)
+    assert not is_late(Job(20, 1, 100.0, 9.0, waited_ms=80.0), [busy])
+    assert is_late(Job(20, 1, 100.0, 9.0, waited_ms=80.1), [busy])
 
 
 def test_old_work_gets_one_place_an_engine() -> None:

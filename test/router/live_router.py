@@ -19,8 +19,9 @@ from weights_engines import forkserver as preloaded
 from sglang_adapt.core import messages
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.front.settings import make_settings
+from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.pools import Pools
-from sglang_adapt.router.process import RouterArgs, _Process
+from sglang_adapt.router.process import _Process
 from sglang_adapt.router.sockets import make_socket
 from sglang_adapt.upstream import wire
 
@@ -96,7 +97,7 @@ class LiveRouter:
 
     def status(self) -> dict[str, messages.EngineStatus]:
         router = self.process._router
-        self.here(self.process._send_status)
+        self.here(self.process._front.send_status)
         return {engine.name: engine for engine in self.here(router.status).engines}
 
     def until(self, condition: Callable[[], Any], what: str) -> None:

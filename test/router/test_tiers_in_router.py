@@ -16,6 +16,7 @@ from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.core.messages import AdmitRequest, RequestReport
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
 from sglang_adapt.core.slo import SloConfig, Terms, Tier, WhenInfeasible, request_terms
+from sglang_adapt.policy.admission import Outcome
 from sglang_adapt.policy.limits import OPEN, Bounds, Limits
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.admission import TICKET_MS, Admission
@@ -333,6 +334,25 @@ def test_report_has_times_and_forecasts() -> None:
     assert (report.terms, report.output_tokens, report.ended) == (Terms("strict", 100.0, 10.0), 11, "finished")
 
 
+def test_what_can_still_be_in_time_goes_before_what_is_late() -> None:
+    world = Tiered("tp2@0-1")
+    for rid, tokens in (("long", 80), ("late", 45), ("soon", 30)):
+        world.arrive(rid, "strict", tokens=tokens)
+        world.now += 3
+    assert world.placed() == {"tp2@0-1": ["long"]} and world.admission.held == 2
+    # 45 ms more would be too much for `late` now; `soon` would take 30 and has 41 left.
+    world.now = 1065.0
+    world.finish("tp2@0-1", "long")
+    assert world.placed() == {"tp2@0-1": ["long", "soon"]}
+    assert world.admission.priority("soon") == 2
+    world.now += 5000
+    world.finish("tp2@0-1", "soon")
+    assert world.placed() == {"tp2@0-1": ["long", "soon", "late"]}
+    world.finish("tp2@0-1", "late")
+    outcomes = {report.rid: report.outcome for report in world.reports}
+    assert outcomes == {"long": "feasible", "soon": "feasible", "late": "best_effort"}
+
+
 def test_what_is_seen_corrects_what_is_predicted() -> None:
     world = Tiered("tp2@0-1")
     for number in range(60):
@@ -365,6 +385,44 @@ def test_a_slow_spell_is_forgotten() -> None:
 
     assert [run(f"slow{n}", 4000, 300) for n in range(40)][-1] == "best_effort"
     assert [run(f"fast{n}", 25, 2) for n in range(60)][-1] == "feasible"
+
+
+def test_promises_are_made_on_engines_of_the_tier_and_other_work_goes_anywhere() -> None:
+    world = Tiered()
+    world.admission.assign({"tp1@0": frozenset({"picky"})})
+    for number in range(3):
+        world.arrive(f"s{number}", "strict", tokens=20)
+    world.arrive("p", "picky", tokens=2)
+    world.arrive("n", "night", tokens=2)
+    assert world.placed() == {"tp1@1": ["s0", "s1", "s2"], "tp1@0": ["p", "n"]}
+    world.admission.assign({"tp1@0": frozenset(), "tp1@1": frozenset({"strict"})})
+    assert not world.ask("picky")[1], "no engine has this tier now"
+    assert world.arrive("late", "picky") is False
+    world.admission.assign({})
+    assert world.ask("picky")[1]
+    world.check()
+    with pytest.raises(ValueError, match=r"no engine tp9@0 to assign tiers to; there are tp1@0"):
+        world.admission.assign({"tp9@0": frozenset()})
+
+
+def test_an_engine_leaves_no_room_for_tiers_that_it_does_not_take() -> None:
+    """Beside a tier with 10 ms a looser one may bring its engine to 7.5 ms; on an engine of its own to its own 9."""
+    loose = Tier("loose", 10_000.0, 20.0)
+
+    def taken(tiers_of: dict[str, frozenset[str]]) -> int:
+        world = Tiered("tp2@0-1")
+        world.admission.reload(SloConfig((*CONFIG.tiers, loose), "loose"))
+        world.arrive("s", "strict", tokens=1)
+        world.finish("tp2@0-1", "s")
+        world.admission.assign(tiers_of)
+        for number in range(20):
+            world.request(f"l{number}", tokens=1)
+            if f"l{number}" in world.engine("tp2@0-1").in_flight:
+                world.tokens("tp2@0-1", f"l{number}", [7], 1)
+        outcomes = [record.decision.outcome for record in world.admission._records.values()]
+        return outcomes.count(Outcome.FEASIBLE)
+
+    assert taken({}) < taken({"tp2@0-1": frozenset({"loose"})})
 
 
 def test_other_tiers_from_now_on() -> None:

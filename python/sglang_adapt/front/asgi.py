@@ -22,6 +22,7 @@ from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal, error_body
 from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.refusal_log import keep_out_of_access_log, refusing
 from sglang_adapt.front.tier_told import TIER_IN_BODY, tier_told
 from sglang_adapt.upstream.tickets import ticket
 
@@ -108,6 +109,8 @@ class AdaptLayer:
             if message["type"] == "lifespan.startup.complete":
                 self._link.open()
                 self._take_signals()
+                if self._gate is not None:
+                    keep_out_of_access_log()
             await send(message)
 
         return wrapped
@@ -199,6 +202,8 @@ class AdaptLayer:
         body = b"".join(message.get("body", b"") for message in read)
         decided = await gate.enter(scope["headers"], body)
         if not isinstance(decided, Admitted):
+            if decided.status == 429:
+                refusing()
             await _refuse(send, decided, openai=path.startswith("/v1/"))
             return
         messages = iter(read)

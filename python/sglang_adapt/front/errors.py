@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 
 RETRY_AFTER_S = 1
 """What a 503 tells the client to wait: an engine is back in seconds, another replica at once."""
@@ -31,8 +32,9 @@ class Refusal:
 _TYPES = {503: "service_unavailable", 429: "rate_limit_exceeded"}
 
 
+@lru_cache(maxsize=1024)
 def error_body(refusal: Refusal, openai: bool) -> bytes:
-    """JSON body: flat on sglang's routes, nested under `error` on OpenAI's (`/v1/...`)."""
+    """JSON body: flat on sglang's routes, nested under `error` on OpenAI's (`/v1/...`). One refusal is told to many."""
     fields = {
         "object": "error",
         "message": refusal.message,

@@ -1,7 +1,8 @@
 """The gate: what tier a request is of, and whether it is served, before stock reads it.
 
 The router decides (`router/admission.py`), because it knows the engines. So that refusing costs next to nothing when
-much is refused, the gate remembers a refusal for some milliseconds and answers for the router meanwhile.
+much is refused, the gate remembers a refusal for some milliseconds and answers for the router meanwhile. When that
+time is over one request asks anew, and what the same refusal would hold for waits for its answer.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 CLOSED_MS = 20.0
 """For so long a refusal holds for all requests of the same terms that are at least as long."""
 _MOST_CLOSED = 1024
+_MOST_KNOWN = 1024
+"""Ways to name a tier and targets whose terms are remembered; clients use few."""
 _BYTES_PER_TOKEN = 4
 """Of English text, about; the router counts anew when the request is tokenized."""
 
@@ -66,6 +69,21 @@ class Admitted:
     def terms(self) -> Terms:
         """What it asked for."""
         return self.request.terms
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """A refusal that holds for requests of the same terms.
+
+    Attributes:
+        until_ms: when it ends.
+        tokens: of the shortest prompt that it holds for.
+        refusal: what they are told.
+    """
+
+    until_ms: float
+    tokens: int
+    refusal: Refusal
 
 
 class _Body(msgspec.Struct):
@@ -100,7 +118,9 @@ class Gate:
         self._router = router
         self._on_refused = on_refused
         self._ids = itertools.count(1)
-        self._closed: dict[Terms, tuple[float, int, Refusal]] = {}
+        self._closed: dict[Terms, _Closed] = {}
+        self._asking: dict[Terms, asyncio.Future[None]] = {}
+        self._known: dict[tuple[str | None, ...], Terms] = {}
 
     def reload(self, config: SloConfig) -> None:
         """Other tiers from now on.
@@ -113,6 +133,7 @@ class Gate:
             raise ValueError("; ".join(faults))
         self.config = config
         self._closed.clear()
+        self._known.clear()
 
     async def enter(self, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Admitted | Refusal:
         """Decide about a request that has just arrived.
@@ -127,25 +148,50 @@ class Gate:
             fields = _BODY.decode(body)
         except msgspec.DecodeError:
             fields = _Body()
+        terms = self._terms(fields.service_tier, found)
+        if isinstance(terms, Refusal):
+            return terms
+        tokens = prompt_tokens(body)
+        while (closed := self._closed.get(terms)) is not None and tokens >= closed.tokens:
+            if time.monotonic() * 1000 < closed.until_ms:
+                self._on_refused(terms)
+                return closed.refusal
+            asking = self._asking.get(terms)
+            if asking is None:
+                break
+            # One of these terms has gone to ask whether it still holds.
+            await asyncio.wait((asking,))
+        request = AdmitRequest(next(self._ids), terms, tokens, _most_output(fields), arrived_ms)
+        if closed is None or terms in self._asking:
+            return await self._ask(request)
+        self._asking[terms] = asyncio.get_running_loop().create_future()
         try:
-            terms = request_terms(
-                self.config,
-                fields.service_tier,
-                _text(found, TIER_HEADER),
-                _text(found, TTFT_HEADER),
-                _text(found, TPOT_HEADER),
-            )
+            return await self._ask(request)
+        finally:
+            self._asking.pop(terms).set_result(None)
+
+    def _terms(self, service_tier: object, found: dict[bytes, bytes]) -> Terms | Refusal:
+        """What a request asks for; remembered, because most ask for the same."""
+        named = (_text(found, TIER_HEADER), _text(found, TTFT_HEADER), _text(found, TPOT_HEADER))
+        key = (service_tier, *named) if isinstance(service_tier, str) else (None, *named)
+        if (service_tier is None or isinstance(service_tier, str)) and (known := self._known.get(key)) is not None:
+            return known
+        try:
+            terms = request_terms(self.config, service_tier, *named)
         except TermsError as error:
             return Refusal(400, error.code, str(error), error.param)
         own = TTFT_HEADER.encode() in found or TPOT_HEADER.encode() in found
         if own and (fault := terms_fault(self._settings, terms)) is not None:
             return Refusal(400, "unmeetable_target", fault, TTFT_HEADER if "ttft" in fault else TPOT_HEADER)
-        tokens = prompt_tokens(body)
-        closed = self._closed.get(terms)
-        if closed is not None and arrived_ms < closed[0] and tokens >= closed[1]:
-            self._on_refused(terms)
-            return closed[2]
-        request = AdmitRequest(next(self._ids), terms, tokens, _most_output(fields), arrived_ms)
+        if service_tier is None or isinstance(service_tier, str):
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = terms
+        return terms
+
+    async def _ask(self, request: AdmitRequest) -> Admitted | Refusal:
+        """What the router says; a refusal is remembered."""
+        terms = request.terms
         try:
             answer = await self._router.admit(request)
         except TimeoutError:
@@ -155,7 +201,10 @@ class Gate:
         except asyncio.CancelledError:
             await self.left(request)
             raise
+        closed = self._closed.get(terms)
         if answer.admitted:
+            if closed is not None and request.tokens >= closed.tokens:
+                del self._closed[terms]
             return Admitted(request)
         if answer.draining:
             return Refusal(503, "draining", answer.reason)
@@ -169,7 +218,12 @@ class Gate:
         )
         if len(self._closed) >= _MOST_CLOSED:
             self._closed.clear()
-        self._closed[terms] = (arrived_ms + CLOSED_MS, tokens, refusal)
+        now = time.monotonic() * 1000
+        # A shorter one may have been refused meanwhile.
+        shortest = (
+            min(request.tokens, closed.tokens) if closed is not None and now < closed.until_ms else request.tokens
+        )
+        self._closed[terms] = _Closed(now + CLOSED_MS, shortest, refusal)
         return refusal
 
     async def left(self, request: AdmitRequest) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from sglang_adapt.core.config import AdaptConfig
 from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.policy.tiers import TierSettings
-from sglang_adapt.router.process import RouterArgs, router_main
+from sglang_adapt.router.args import RouterArgs
+from sglang_adapt.router.process import router_main
 
 
 class EngineStartError(RuntimeError):

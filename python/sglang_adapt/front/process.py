@@ -18,6 +18,7 @@ import setproctitle
 
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.process import die_with_parent, process_context
+from sglang_adapt.core.slo import Terms
 from sglang_adapt.front.accounting import Accounting
 from sglang_adapt.front.address import AddressError, check_address
 from sglang_adapt.front.asgi import AdaptLayer
@@ -26,6 +27,7 @@ from sglang_adapt.front.gate import Gate
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.refusal_log import RefusalLog
 from sglang_adapt.front.settings import Settings, make_settings
 from sglang_adapt.front.slo_api import SloApi
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_lines
@@ -95,7 +97,13 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     link = RouterLink(control, accounting.ended)
     args = settings.server_args[config.tp_sizes[0]]
     tiers = settings.tiers
-    gate = None if tiers.config is None else Gate(tiers, link, accounting.refused)
+    refusals = RefusalLog()
+
+    def refused(terms: Terms) -> None:
+        accounting.refused(terms)
+        refusals.refused(terms.tier)
+
+    gate = None if tiers.config is None else Gate(tiers, link, refused)
     slo = SloApi(tiers, gate, link.set_tiers, has_key=bool(args.api_key or args.admin_api_key))
     if tiers.config is not None:
         # Until there is a handler.

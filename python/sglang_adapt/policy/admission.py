@@ -42,6 +42,7 @@ class Job:
         output: tokens that it is expected to give.
         ttft_ms, tpot_ms: targets; None for background work.
         waited_ms: since it arrived.
+        tier: its name.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class Job:
     ttft_ms: float | None
     tpot_ms: float | None
     waited_ms: float = 0.0
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Load:
         decoding: those of its requests that have their first token.
         preemptible: those of its requests that give way to one with targets.
         guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
+        tiers: whose requests are promised their targets here; None: of all. Other work is taken from any tier.
     """
 
     engine: str
@@ -82,6 +85,7 @@ class Load:
     guard_ms: float = math.inf
     decoding: int = 0
     preemptible: int = 0
+    tiers: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
     """Would the job meet its targets on the engine, and all that runs there still meet theirs?"""
     assert job.ttft_ms is not None and job.tpot_ms is not None
     return (
-        not seen.full
+        (load.tiers is None or job.tier in load.tiers)
+        and not seen.full
         and seen.ttft_ms <= SAFETY * job.ttft_ms
         and seen.tpot_ms <= SAFETY * job.tpot_ms
         and seen.others_tpot_ms <= SAFETY * load.tightest_tpot_ms
@@ -212,6 +217,20 @@ def _load(job: Job, found: Forecast) -> int:
     """How much of its targets a job would use up, in steps."""
     assert job.ttft_ms is not None and job.tpot_ms is not None
     return math.floor(max(found.ttft_ms / job.ttft_ms, found.tpot_ms / job.tpot_ms) / _LOAD_STEP)
+
+
+def place(job: Job, loads: Sequence[Load]) -> Decision | None:
+    """Where a request that has waited can meet its targets now, and no promise is broken; None if nowhere."""
+    if not loads or job.ttft_ms is None or job.tpot_ms is None:
+        return None
+    decision = admit(job, loads, reject=False, waiting=0, queue_limit=1)
+    return decision if decision.outcome is Outcome.FEASIBLE else None
+
+
+def is_late(job: Job, loads: Sequence[Load]) -> bool:
+    """Has it waited so long that no engine could give its first token in time any more, even if it were idle?"""
+    assert job.ttft_ms is not None
+    return job.waited_ms + min(load.times.prefill_ms(max(1, job.tokens)) for load in loads) > job.ttft_ms
 
 
 def retry_after_s(job: Job, loads: Sequence[Load]) -> int:

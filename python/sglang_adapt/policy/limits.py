@@ -19,6 +19,9 @@ STEPS = 4
 """Decode steps for each full part of prompts. TPOT is a mean, so one large part for several steps does what small ones
 do, and a batch of prompts costs much however small it is."""
 
+_DEAREST = 2.0
+"""A prompt is not read in parts so small that it takes more than this many times as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -59,17 +62,24 @@ def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds) -
         times: of the engine.
         step_ms: of its decode step; 0 if nothing decodes, and nothing waits for prompts.
         tpot_ms: the tightest target; may be infinite.
-        bounds: the result is a multiple of its pages, at least one page, of a coarse ladder so that it rarely changes.
+        bounds: the result is a multiple of its pages, of a coarse ladder so that it rarely changes.
+
+    It is not smaller than what takes `_DEAREST` times as long a token as the largest does. Smaller parts would cost
+    about as much each and be more of them: everything would take longer, whatever runs beside.
     """
     most = max(bounds.page_tokens, bounds.prefill_tokens)
     if math.isinf(tpot_ms) or step_ms <= 0:
         return most
     spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
-    fitting = bounds.page_tokens
+    token_ms = times.prefill_ms(most) / most
+    fitting, fitting_is_enough = bounds.page_tokens, False
     for pages in _ladder(most // bounds.page_tokens):
-        if times.prefill_ms(pages * bounds.page_tokens) > spare_ms:
+        tokens = pages * bounds.page_tokens
+        took_ms = times.prefill_ms(tokens)
+        if took_ms > spare_ms and fitting_is_enough:
             break
-        fitting = pages * bounds.page_tokens
+        fitting = tokens
+        fitting_is_enough = took_ms <= _DEAREST * token_ms * tokens
     return fitting
 
 

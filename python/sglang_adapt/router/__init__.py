@@ -5,7 +5,14 @@
 - `supervisor.py`: starts, watches and restarts the engines' processes;
 - `keepers.py`: the same for the keepers; `restarts.py`: how often;
 - `calls.py`: asks an engine's ranks for one thing and waits; `pools.py`: the ledgers of KV blocks and engines' leases;
-- `process.py`: the process itself, which wires these to sockets; `sockets.py`: zmq on an event loop.
+- `modes.py`: the switch of layout, with `switch.py`; `repair.py`: requests whose engine has died, with `journal.py`;
+- `admission.py`: requests by tiers; `limits.py`: limits of engines' iterations; `tiers.py`: what makes and runs both;
+- `process.py`: the process, which makes all of these and connects them; `args.py`: what it is given;
+- `lifecycle.py`: what follows when an engine or keeper comes or goes;
+- `starts.py`: a start of an engine: sockets, ranks, warm-up; `observe.py`: what memory it takes;
+- `memory.py`: what keepers are to own, and who gets it;
+- `front_link.py`: the control socket to the front; `layout_requests.py`: what is asked there about the layout;
+- `start_report.py`: what the front is told once; `drain.py`: shutting down; `sockets.py`: zmq on an event loop.
 
 All output of all engines passes through here, so an engine's messages reach the front in the order in which they
 were sent, and the router knows of every request where it is and whether it has ended.

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from heapq import heappop, heappush
 
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, RequestReport
 from sglang_adapt.core.slo import SloConfig, Terms, request_terms
@@ -23,11 +24,14 @@ from sglang_adapt.policy.admission import (
     admit,
     aged_place,
     forecast,
+    is_late,
+    place,
     prompts_ms,
     room_for,
 )
 from sglang_adapt.policy.limits import Bounds, Limits, chunk_tokens, limits_for
 from sglang_adapt.policy.profile import Corrected, Correction
+from sglang_adapt.policy.tally import Part, Tally
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.engine import Engine
 from sglang_adapt.upstream.limits import BACKGROUND, BEST_EFFORT, FEASIBLE
@@ -66,6 +70,7 @@ class _Record:
     sent_forecast_ms: float = 0.0
     first_step_ms: float = 0.0
     engine: str = ""
+    prefixes: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(slots=True)
@@ -108,11 +113,15 @@ class Admission:
         self._clock_ms = clock_ms
         self._records: dict[str, _Record] = {}
         self._tickets: OrderedDict[int, _Ticket] = OrderedDict()
+        self._ticketed: Counter[str] = Counter()
+        self._tally = Tally()
+        self._tiers_of: Mapping[str, frozenset[str]] = {}
         self._named: dict[str, AdmitRequest] = {}
         self._held: dict[Outcome, OrderedDict[str, None]] = {
             Outcome.BEST_EFFORT: OrderedDict(),
             Outcome.BACKGROUND: OrderedDict(),
         }
+        self._deadlines: list[tuple[float, str]] = []
         self._waiting: Counter[str] = Counter()
         self._prefill: dict[str, tuple[float, float]] = {}
         self._outputs: dict[str, float] = {}
@@ -132,6 +141,22 @@ class Admission:
         self._outputs = {name: tokens for name, tokens in self._outputs.items() if name in names}
         self._waiting += Counter()  # Drops tiers of which nothing waits.
 
+    def assign(self, tiers_of: Mapping[str, frozenset[str]]) -> None:
+        """Which tiers' requests are promised their targets on which engines, from now on.
+
+        Args:
+            tiers_of: names of tiers by engine; an engine that is not in it takes all. Work without a promise, and what
+                has been placed, is where there is room.
+
+        Raises:
+            ValueError: there is no such engine.
+        """
+        unknown = sorted(tiers_of.keys() - self._tp_of.keys())
+        if unknown:
+            known = ", ".join(self._tp_of)
+            raise ValueError(f"there is no engine {', '.join(unknown)} to assign tiers to; there are {known}")
+        self._tiers_of = dict(tiers_of)
+
     # Requests arrive.
 
     def ask(self, request: AdmitRequest, engines: Sequence[Engine]) -> AdmitAnswer:
@@ -145,15 +170,22 @@ class Admission:
         if decision.outcome is Outcome.REFUSED:
             return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason)
         self._tickets[request.id] = _Ticket(request, decision, now + TICKET_MS)
+        self._ticketed[request.terms.tier] += 1
+        if decision.engine is not None:
+            part = Part(request.tokens, unread=True, promised=True, tpot_ms=request.terms.tpot_ms)
+            self._tally.put(request.id, decision.engine, part)
         return AdmitAnswer(request.id, True)
 
     def give_back(self, ticket: int) -> None:
         """An admitted request will not come; its place is free."""
-        self._tickets.pop(ticket, None)
+        known = self._tickets.pop(ticket, None)
+        if known is not None:
+            self._ticketed[known.request.terms.tier] -= 1
+            self._tally.drop(ticket)
 
     def named(self, rid: str, request: AdmitRequest) -> None:
         """The request `rid`, which comes next, was admitted as this; it takes its place now."""
-        self._tickets.pop(request.id, None)
+        self.give_back(request.id)
         self._named[rid] = request
 
     def offer(self, rid: str, tokens: int, ids: bytes, engines: Sequence[Engine]) -> str | None:
@@ -174,11 +206,12 @@ class Admission:
             terms, arrived, output = request.terms, request.arrived_ms, request.output
         else:
             terms, arrived, output = request_terms(self.config), now, None
-        loads = self._loads(engines, ids)
+        prefixes = _prefixes(ids)
+        loads = self._loads(engines, prefixes)
         # It has been admitted: if its place is gone by now it is late, but it is not refused any more.
         job = self._job(terms, tokens, output, now - arrived)
         decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
-        self._records[rid] = _Record(terms, tokens, arrived, decision, output)
+        self._records[rid] = _Record(terms, tokens, arrived, decision, output, prefixes=prefixes)
         if terms.tpot_ms is not None:
             self._seen_ms[terms.tier] = now
         if known is None:
@@ -187,6 +220,8 @@ class Admission:
             assert decision.engine is not None
             return decision.engine
         self._held[decision.outcome][rid] = None
+        if decision.outcome is Outcome.BEST_EFFORT and terms.ttft_ms is not None:
+            heappush(self._deadlines, (arrived + terms.ttft_ms, rid))
         return None
 
     def next_held(self, engines: Sequence[Engine]) -> tuple[str, str] | None:
@@ -199,26 +234,42 @@ class Admission:
         loads = self._loads(engines)
         oldest_ms, oldest = min(heads)
         if self._clock_ms() - oldest_ms > self.config.background_wait_s * 1000:
-            at = aged_place(loads, [self._aged_on(engine) for engine in engines])
+            at = aged_place(loads, [self._tally.of(engine.name).aged for engine in engines])
             if at is not None:
-                return self._let_go(oldest, engines[at].name, aged=True)
-        for kind in (Outcome.BEST_EFFORT, Outcome.BACKGROUND):
-            if not self._held[kind]:
-                continue
-            record = self._records[next(iter(self._held[kind]))]
-            job = self._job(record.terms, record.tokens, record.most_output, 0.0)
-            at = room_for(job, loads, self._spare_ms(), self._turn)
-            if at is not None:
-                self._turn = (at + 1) % len(loads)
-                return self._let_go(kind, engines[at].name, aged=False)
+                rid, _ = self._held[oldest].popitem(last=False)
+                self._records[rid].aged = True
+                return rid, engines[at].name
+        first = self._next_in_time(loads)
+        if first is not None:
+            record = self._records[first]
+            decision = place(self._job_of(record), loads)
+            if decision is not None and decision.engine is not None:
+                record.decision = decision
+                del self._held[Outcome.BEST_EFFORT][first]
+                return first, decision.engine
+        kind = Outcome.BEST_EFFORT if self._held[Outcome.BEST_EFFORT] else Outcome.BACKGROUND
+        rid = first or next(iter(self._held[kind]))
+        at = room_for(self._job_of(self._records[rid]), loads, self._spare_ms(), self._turn)
+        if at is None:
             # What is behind it in its own queue waits for it; background work behind best effort does, too.
             return None
+        self._turn = (at + 1) % len(loads)
+        del self._held[kind][rid]
+        return rid, engines[at].name
+
+    def _next_in_time(self, loads: Sequence[Load]) -> str | None:
+        """Of best effort that can still be in time, what has the least time left. What is late goes after it."""
+        held = self._held[Outcome.BEST_EFFORT]
+        while self._deadlines:
+            rid = self._deadlines[0][1]
+            if rid in held and not is_late(self._job_of(self._records[rid]), loads):
+                return rid
+            heappop(self._deadlines)
         return None
 
-    def _let_go(self, kind: Outcome, engine: str, *, aged: bool) -> tuple[str, str]:
-        rid, _ = self._held[kind].popitem(last=False)
-        self._records[rid].aged = aged
-        return rid, engine
+    def _job_of(self, record: _Record) -> Job:
+        waited_ms = self._clock_ms() - record.arrived_ms
+        return self._job(record.terms, record.tokens, record.most_output, waited_ms)
 
     def priority(self, rid: str) -> int:
         """Stock's `priority` of a request: by what was promised. Old work counts as promised: it waits no longer."""
@@ -230,17 +281,40 @@ class Admission:
     def limits(self, engine: Engine) -> Limits:
         """What an engine may do in an iteration now."""
         load = self._loads([engine])[0]
-        promised = sum(
-            1
-            for rid in engine.in_flight
-            if (record := self._records.get(rid)) is not None and record.decision.outcome is Outcome.FEASIBLE
-        )
+        promised = self._tally.of(engine.name).promised
         return limits_for(load.times, load.requests, load.context, promised, load.tightest_tpot_ms, load.bounds)
+
+    # Where requests are.
+
+    def moved(self, rid: str, holder: str, tokens: int) -> None:
+        """A request is in flight of an engine, or a holder beside the engines, from now on; `tokens` of its prompt."""
+        self._tally.put(rid, holder, self._part(rid, tokens))
+
+    def left(self, rid: str) -> None:
+        """A request is in flight nowhere."""
+        self._tally.drop(rid)
+
+    def _part(self, rid: str, tokens: int) -> Part:
+        record = self._records.get(rid)
+        if record is None:
+            return Part(tokens)
+        unread = record.first_ms is None
+        promised = record.decision.outcome is Outcome.FEASIBLE
+        return Part(
+            tokens,
+            record.output,
+            unread=unread,
+            decoding=not unread,
+            preemptible=self.priority(rid) == BACKGROUND,
+            promised=promised,
+            tpot_ms=record.terms.tpot_ms if promised else None,
+            aged=record.aged,
+        )
 
     # Requests run.
 
-    def placed(self, rid: str, engine: Engine, ids: bytes) -> None:
-        """A request was sent to an engine, which has it in flight now."""
+    def placed(self, rid: str, engine: Engine) -> None:
+        """A request was sent to an engine, which has it in flight now (`moved`)."""
         record = self._records.get(rid)
         if record is None:
             return
@@ -248,7 +322,7 @@ class Admission:
         if record.sent_ms is None:
             record.sent_ms = now
         name = record.engine = engine.name
-        load = self._loads([engine], ids)[0]
+        load = self._loads([engine], record.prefixes)[0]
         cached, times = load.cached, load.times
         # Of itself, the load has one request and its prompt.
         step = times.decode_ms(load.requests - 1, load.context - record.tokens)
@@ -257,7 +331,7 @@ class Admission:
         record.sent_forecast_ms = step + prompts_ms(times, max(1, load.prefill_tokens - cached), cached, between, chunk)
         own = times.prefill_ms(max(1, record.tokens - cached), cached)
         self._prefill[name] = (self._prefill_ms(name, now) + own, now)
-        for key in _keys(ids):
+        for _, key in record.prefixes:
             self._prefixes[key] = name
             self._prefixes.move_to_end(key)
         while len(self._prefixes) > _REMEMBERED:
@@ -276,6 +350,7 @@ class Admission:
             if record.sent_ms is not None:
                 self._learn(engine.name, "prefill", record.sent_forecast_ms, now - record.sent_ms)
         record.output, record.last_ms, record.engine = total, now, engine.name
+        self._tally.change(rid, self._part(rid, record.tokens))
 
     def ended(self, rid: str, engine: Engine | None, *, finished: bool) -> None:
         """A request has ended: finished, or aborted or failed."""
@@ -321,9 +396,7 @@ class Admission:
 
     def _decide(self, terms: Terms, job: Job, loads: Sequence[Load], *, unlimited: bool = False) -> Decision:
         names = {tier.name: tier.queue_limit for tier in self.config.tiers}
-        waiting = self._waiting[terms.tier] + sum(
-            ticket.request.terms.tier == terms.tier for ticket in self._tickets.values()
-        )
+        waiting = self._waiting[terms.tier] + self._ticketed[terms.tier]
         limit = 1 << 62 if unlimited else names.get(terms.tier, 1 << 62)
         return admit(job, loads, reject=terms.reject, waiting=waiting, queue_limit=limit)
 
@@ -331,52 +404,29 @@ class Admission:
         output = self._outputs.get(terms.tier, _FIRST_GUESS_OUTPUT)
         if most_output is not None:
             output = min(output, most_output)
-        return Job(tokens, output, terms.ttft_ms, terms.tpot_ms, max(0.0, waited_ms))
+        return Job(tokens, output, terms.ttft_ms, terms.tpot_ms, max(0.0, waited_ms), terms.tier)
 
-    def _loads(self, engines: Sequence[Engine], ids: bytes = b"") -> list[Load]:
+    def _loads(self, engines: Sequence[Engine], prefixes: Sequence[tuple[int, bytes]] = ()) -> list[Load]:
         now = self._clock_ms()
-        promised: Counter[str] = Counter()
-        tokens: Counter[str] = Counter()
-        tightest: dict[str, float] = {}
-        for ticket in self._tickets.values():
-            name = ticket.decision.engine
-            if name is not None:
-                promised[name] += 1
-                tokens[name] += ticket.request.tokens
-                tightest[name] = min(tightest.get(name, math.inf), ticket.request.terms.tpot_ms or math.inf)
-        loads, guard_ms = [], self._guard_ms()
-        for engine in engines:
-            name = engine.name
-            unread, context, tight = tokens[name], float(tokens[name]), tightest.get(name, math.inf)
-            decoding = preemptible = 0
-            for rid, prompt in engine.in_flight.items():
-                record = self._records.get(rid)
-                if record is None:
-                    context += prompt
-                    continue
-                context += prompt + record.output
-                if record.first_ms is None:
-                    unread += prompt
-                else:
-                    decoding += 1
-                preemptible += self.priority(rid) == BACKGROUND
-                if record.decision.outcome is Outcome.FEASIBLE and record.terms.tpot_ms is not None:
-                    tight = min(tight, record.terms.tpot_ms)
-            requests = len(engine.in_flight) + promised[name]
+        self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
+        loads = []
+        for name in (engine.name for engine in engines):
+            sums, tiers = self._tally.of(name), self._tiers_of.get(name)
             loads.append(
                 Load(
                     name,
                     self._of(name),
-                    requests,
-                    unread,
-                    context,
-                    tight,
+                    sums.requests,
+                    sums.unread,
+                    float(sums.context),
+                    sums.tightest_tpot_ms,
                     self._prefill_ms(name, now),
                     self._bounds[self._tp_of[name]],
-                    self._cached(name, ids),
-                    guard_ms,
-                    decoding,
-                    preemptible,
+                    self._cached(name, prefixes),
+                    self._guard_ms(tiers),
+                    sums.decoding,
+                    sums.preemptible,
+                    tiers,
                 )
             )
         return loads
@@ -406,27 +456,24 @@ class Admission:
         targets = [tier.ttft_ms for tier in self.config.tiers if tier.ttft_ms is not None]
         return _SPARE_OF_TTFT * min(targets, default=math.inf)
 
-    def _guard_ms(self) -> float:
+    def _guard_ms(self, tiers: frozenset[str] | None) -> float:
         """The smallest TPOT target of tiers that had requests of late; those of single requests do not count."""
-        now = self._clock_ms()
-        self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
-        targets = (tier.tpot_ms for tier in self.config.tiers if tier.name in self._seen_ms)
+        targets = (
+            tier.tpot_ms
+            for tier in self.config.tiers
+            if tier.name in self._seen_ms and (tiers is None or tier.name in tiers)
+        )
         return min((target for target in targets if target is not None), default=math.inf)
 
-    def _aged_on(self, engine: Engine) -> int:
-        return sum(1 for rid in engine.in_flight if (record := self._records.get(rid)) is not None and record.aged)
-
-    def _cached(self, engine: str, ids: bytes) -> int:
-        for length, key in zip(_lengths(ids), _keys(ids), strict=True):
-            if self._prefixes.get(key) == engine:
-                return length
-        return 0
+    def _cached(self, engine: str, prefixes: Sequence[tuple[int, bytes]]) -> int:
+        """Tokens of a prompt that an engine is believed to have; `prefixes` of it, the longest first."""
+        return next((length for length, key in prefixes if self._prefixes.get(key) == engine), 0)
 
     def _forget_tickets(self) -> float:
         """Drop tickets whose time is over; returns the time."""
         now = self._clock_ms()
         while self._tickets and next(iter(self._tickets.values())).expires_ms < now:
-            self._tickets.popitem(last=False)
+            self.give_back(next(iter(self._tickets)))
         return now
 
 
@@ -435,9 +482,7 @@ def replace_reject(terms: Terms) -> Terms:
     return Terms(terms.tier, terms.ttft_ms, terms.tpot_ms, False, terms.background)
 
 
-def _lengths(ids: bytes) -> list[int]:
-    return [length for length in _PREFIXES if len(ids) >= 8 * length]
-
-
-def _keys(ids: bytes) -> list[bytes]:
-    return [blake2b(ids[: 8 * length], digest_size=16).digest() for length in _lengths(ids)]
+def _prefixes(ids: bytes) -> tuple[tuple[int, bytes], ...]:
+    """(tokens, key) of a prompt's beginnings, the longest first."""
+    lengths = (length for length in _PREFIXES if len(ids) >= 8 * length)
+    return tuple((length, blake2b(ids[: 8 * length], digest_size=16).digest()) for length in lengths)

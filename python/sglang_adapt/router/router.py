@@ -200,6 +200,8 @@ class Router:
         entry = self.journal[rid]
         del self.stranded.in_flight[rid]
         del self._where[rid]
+        if self.admission is not None:
+            self.admission.left(rid)
         self._place(rid, entry.tokens, entry.data, accepted=True)
         return True
 
@@ -317,8 +319,7 @@ class Router:
             if tokens is None:
                 continue
             self._dispatch.release(giver.name, tokens)
-            taker.in_flight[rid] = tokens
-            self._where[rid] = taker
+            self._hold(taker, rid, tokens)
             if taker.name in self._dispatch:
                 self._dispatch.assign(taker.name, tokens)
 
@@ -395,8 +396,7 @@ class Router:
                 self._queue[rid] = (tokens, data)
                 return
             if name is None and accepted and self._may_serve():
-                self.stranded.in_flight[rid] = tokens
-                self._where[rid] = self.stranded
+                self._hold(self.stranded, rid, tokens)
                 self.journal.setdefault(rid, Entry(data, tokens))
                 return
             if name is None:
@@ -412,12 +412,18 @@ class Router:
             # A busy engine answers it with a message that carries no id, so it cannot be tracked.
             return
         self._dispatch.assign(name, tokens)
-        engine.in_flight[rid] = tokens
-        self._where[rid] = engine
+        self._hold(engine, rid, tokens)
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
-            self.admission.placed(rid, engine, wire.prompt_ids(data))
+            self.admission.placed(rid, engine)
         self._out.placed(engine)
+
+    def _hold(self, holder: Engine, rid: str, tokens: int) -> None:
+        """A request is a holder's from now on."""
+        holder.in_flight[rid] = tokens
+        self._where[rid] = holder
+        if self.admission is not None:
+            self.admission.moved(rid, holder.name, tokens)
 
     def _on_batch(self, data: bytes) -> None:
         for request in wire.split_batch(data):
@@ -499,6 +505,7 @@ class Router:
             del self._where[rid]
             del self.journal[rid]
             if self.admission is not None:
+                self.admission.left(rid)
                 self.admission.ended(rid, None, finished=False)
             self._dispatch.release(engine.name, tokens)
             if self._waiters:

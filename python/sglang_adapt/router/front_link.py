@@ -1,0 +1,114 @@
+"""The router's end of the control socket: what the front asks and orders, and what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import zmq
+
+from sglang_adapt.core import messages
+from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.router import Router
+from sglang_adapt.router.sockets import Inbox
+
+logger = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 1.0
+"""How often the router tells the front that it lives."""
+
+LayoutQuestion = messages.SwitchRequest | messages.LayoutRequest
+
+
+class FrontLink:
+    """See the module. `router` is to be set before the event loop runs on.
+
+    Args:
+        loop: the router's event loop.
+        socket: to the front.
+        specs: all engines.
+        layout: answers what is asked about the layout.
+        drain: called with the time that requests have, once.
+
+    Attributes:
+        router: what is asked about.
+        pools: the KV blocks that the status tells of; None with a single TP size.
+    """
+
+    router: Router
+    pools: Pools | None = None
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        socket: zmq.Socket,
+        specs: Sequence[EngineSpec],
+        layout: Callable[[LayoutQuestion], Awaitable[messages.LayoutAnswer]],
+        drain: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._loop = loop
+        self._inbox = Inbox(loop, socket, self._on_message)
+        self._specs = specs
+        self._layout = layout
+        self._drain = drain
+        self._draining: asyncio.Future[None] | None = None
+        self._asked: set[asyncio.Task[None]] = set()
+
+    def _on_message(self, data: bytes) -> None:
+        request = messages.decode_front_to_router(data)
+        if isinstance(request, messages.StatusRequest):
+            self.send_status()
+        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest)):
+            task = self._loop.create_task(self._answer_layout(request))
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
+        elif isinstance(request, messages.AdmitRequest):
+            self._inbox.send(messages.encode(self._admit(request)))
+        elif isinstance(request, messages.PlaceReturned):
+            if self.router.admission is not None:
+                self.router.admission.give_back(request.id)
+        elif isinstance(request, messages.TiersOrder):
+            if self.router.admission is not None:
+                self.router.admission.reload(request.config)
+        elif self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain(request.timeout_s))
+
+    def _admit(self, request: messages.AdmitRequest) -> messages.AdmitAnswer:
+        """Whether a request will be served."""
+        if self.router.admission is None:
+            return messages.AdmitAnswer(request.id, True)
+        if not self.router.accepting:
+            return messages.AdmitAnswer(request.id, False, reason="the server is shutting down", draining=True)
+        return self.router.admission.ask(request, self.router.serving())
+
+    async def _answer_layout(self, request: LayoutQuestion) -> None:
+        self._inbox.send(messages.encode(await self._layout(request)))
+
+    def send_report(self, report: messages.RequestReport) -> None:
+        """Tell how a request with a tier has ended."""
+        try:
+            self._inbox.send(messages.encode(report))
+        except zmq.Again:
+            logger.warning("the front takes no messages; the report of request %s is lost", report.rid)
+
+    def send_status(self) -> None:
+        """Tell the state of all engines."""
+        if self.pools is not None:
+            for spec in self._specs:
+                self.router.engines[spec.name].blocks = self.pools.counts(spec)
+        try:
+            self._inbox.send(messages.encode(self.router.status()))
+        except zmq.Again:
+            logger.debug("the front does not listen yet")
+
+    async def tick(self) -> None:
+        """Tell the state over and over."""
+        while True:
+            await asyncio.sleep(STATUS_INTERVAL_S)
+            self.send_status()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._inbox.close()

@@ -1,0 +1,80 @@
+"""What the keepers are to own on each GPU, and what the engines and the ledgers get of it."""
+
+from __future__ import annotations
+
+from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.keeper import KeeperConfig, RegionSpec
+from sglang_adapt.kv.ledger_format import ledger_bytes
+from sglang_adapt.memory import RegionHandle
+from sglang_adapt.router.args import RouterArgs
+from sglang_adapt.router.keepers import Keepers
+from sglang_adapt.upstream.kv_pool import RankPool
+from sglang_adapt.weights import WeightsHandle
+
+_KV_REGION = "kv"
+_LEDGER_REGION = "ledger"
+
+
+def keeper_configs(args: RouterArgs) -> list[KeeperConfig]:
+    """One keeper a GPU; virtual GPUs share one, because their memory is the host's."""
+    config = args.config
+    if not config.share_weights:
+        return []
+    finest = config.tp_sizes[-1]
+    groups = [tuple(range(config.gpus))] if config.virtual else [(gpu,) for gpu in range(config.gpus)]
+    return [
+        KeeperConfig(
+            args.server_args[finest],
+            finest,
+            tuple(args.device(gpu) for gpu in group),
+            _regions(args),
+            environment=args.environment,
+        )
+        for group in groups
+    ]
+
+
+def _regions(args: RouterArgs) -> tuple[RegionSpec, ...]:
+    """What every keeper owns beside the weights."""
+    if args.pool is None:
+        return ()
+    geometry = args.pool.geometry
+    return (
+        RegionSpec(_KV_REGION, geometry.region_bytes, sized_by="--max-total-tokens"),
+        RegionSpec(_LEDGER_REGION, ledger_bytes(geometry), on_host=True),
+    )
+
+
+class KeptMemory:
+    """The keepers' memory, by the deployment's GPUs.
+
+    Args:
+        args: of the router.
+        keepers: that own it.
+    """
+
+    def __init__(self, args: RouterArgs, keepers: Keepers) -> None:
+        self._args = args
+        self._keepers = keepers
+
+    def weights(self, gpu: int) -> WeightsHandle | None:
+        """As `Keepers.weights`."""
+        return self._keepers.weights(self._args.device(gpu))
+
+    def kv_regions(self) -> dict[int, RegionHandle]:
+        """The KV region of each GPU. Raises KeeperError if a keeper is not ready."""
+        return self._on_all(_KV_REGION)
+
+    def ledger_regions(self) -> dict[int, RegionHandle]:
+        """The region of each GPU's ledger. Raises KeeperError if a keeper is not ready."""
+        return self._on_all(_LEDGER_REGION)
+
+    def rank_pool(self, spec: EngineSpec, rank: int, pages: list[int]) -> RankPool:
+        """What a rank gets of its GPU's KV pool, with the pages that it may use at first."""
+        pool = self._args.pool
+        assert pool is not None
+        region = self._keepers.region(_KV_REGION, self._args.device(spec.gpus[rank]))
+        return RankPool(pool.geometry, region, tuple(pages), pool.request_tokens, tuple(spec.gpus))
+
+    def _on_all(self, region: str) -> dict[int, RegionHandle]:
+        return {gpu: self._keepers.region(region, self._args.device(gpu)) for gpu in range(self._args.config.gpus)}
