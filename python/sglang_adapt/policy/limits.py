@@ -8,7 +8,9 @@ from the tightest target that runs there (Nitsum, 4.2.1). The engine keeps them:
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 
 from sglang_adapt.policy.profile import Times
 
@@ -65,12 +67,10 @@ def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds) -
     if math.isinf(tpot_ms) or step_ms <= 0:
         return most
     spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
-    fitting = bounds.page_tokens
-    for pages in _ladder(most // bounds.page_tokens):
-        if times.prefill_ms(pages * bounds.page_tokens) > spare_ms:
-            break
-        fitting = pages * bounds.page_tokens
-    return fitting
+    ladder = _ladder(most // bounds.page_tokens)
+    # Times never fall as prompts grow, so the last step that fits can be searched for.
+    fitting = bisect_right(ladder, spare_ms, key=lambda pages: times.prefill_ms(pages * bounds.page_tokens))
+    return ladder[max(0, fitting - 1)] * bounds.page_tokens
 
 
 def limits_for(times: Times, running: int, context: float, promised: int, tpot_ms: float, bounds: Bounds) -> Limits:
@@ -100,10 +100,11 @@ def limits_for(times: Times, running: int, context: float, promised: int, tpot_m
     )
 
 
-def _ladder(most: int) -> list[int]:
+@cache
+def _ladder(most: int) -> tuple[int, ...]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... and `most`."""
     steps, at = {1, max(1, most)}, 2
     while at < most:
         steps |= {at, min(most, at + at // 2)}
         at *= 2
-    return sorted(steps)
+    return tuple(sorted(steps))
