@@ -106,14 +106,21 @@ def test_long_requests_that_run_are_not_counted_twice() -> None:
 
 def test_a_tight_tier_gets_a_wide_engine_at_once_and_the_others_stay_narrow() -> None:
     loose, strict = demand(58.0, "loose", 3000, 40), demand(2.0, "strict", 400, 8, weight=4)
-    decided = plan(situation(loose, strict))
+    # Here TP 2 carries less, so that what the loose tier needs decides.
+    speeds = (SPEEDS[0], speed(2, Line(2, 0.012, 5.0, 0.4)), SPEEDS[2])
+    decided = plan(situation(loose, strict, speeds=speeds))
     assert (decided.move, decided.trigger) == (True, Trigger.PRIORITY)
     assert "tier strict (400 / 8 ms)" in decided.reason
     wide = [name for name, tiers in decided.tiers.items() if "strict" in tiers]
     assert [name[:3] for name in wide] == ["tp2"]
     assert str(decided.layout) == "tp2@0-1,tp1@2,tp1@3"
     # When it has gone, the GPUs are released.
-    after = follow(replace(situation(demand(75.0, "loose", 3000, 40)), layout=decided.layout, history=decided.history), 6)
+    after = follow(
+        replace(
+            situation(demand(75.0, "loose", 3000, 40), speeds=speeds), layout=decided.layout, history=decided.history
+        ),
+        6,
+    )
     assert str(after[-1].layout) == ONES
 
 

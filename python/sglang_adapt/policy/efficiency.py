@@ -132,9 +132,12 @@ class _Engine:
         """The largest batch up to `most` that stays within the targets; 0 if none does."""
         if self.fits(most):
             return most
-        low, high = 0.0, min(1.0, most)
-        while self.fits(high):
-            low, high = high, min(most, 2 * high)
+        # First by powers of two, of which `most` is the last: `low` fits, `high` does not.
+        under, over = -1, max(0, math.ceil(math.log2(most)))
+        while over - under > 1:
+            middle = (under + over) // 2
+            under, over = (middle, over) if self.fits(2.0**middle) else (under, middle)
+        low, high = 2.0**under if under >= 0 else 0.0, min(most, 2.0**over)
         if not low and not self.fits(_ALONE):
             return 0.0
         for _ in range(_HALVINGS):

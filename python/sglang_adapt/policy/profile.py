@@ -66,7 +66,11 @@ class Grid:
         j, v = _place(self._ys, y)
         low = self._along(i, j, v)
         value = low if u == 0.0 else low + u * (self._along(i + 1, j, v) - low)
-        return value + max(0.0, x - self._xs[-1]) * self._x_slope + max(0.0, y - self._ys[-1]) * self._y_slope
+        if x > self._xs[-1]:
+            value += (x - self._xs[-1]) * self._x_slope
+        if y > self._ys[-1]:
+            value += (y - self._ys[-1]) * self._y_slope
+        return value
 
     def _along(self, i: int, j: int, v: float) -> float:
         row = self._cells[i]
