@@ -2,7 +2,6 @@
 
     python benchmark/bench_planner.py [--plans 300]
 
-
 Each plan is made from other demand (rates and lengths of four tiers at random from a fixed seed), for Llama-3.1-8B at
 TP 1, 2, 4 and 8 by measured times: interpolated grids, which cost more than reckoned ones. Nothing is kept from one
 plan to the next but the history, as in the router. Nitsum: 2.49 ms for 128 GPUs and four tiers, in Rust (4.2.3).

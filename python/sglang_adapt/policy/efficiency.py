@@ -135,8 +135,8 @@ class _Engine:
         # First by powers of two, of which `most` is the last: `low` fits, `high` does not.
         under, over = -1, max(0, math.ceil(math.log2(most)))
         while over - under > 1:
-            middle = (under + over) // 2
-            under, over = (middle, over) if self.fits(2.0**middle) else (under, middle)
+            power = (under + over) // 2
+            under, over = (power, over) if self.fits(2.0**power) else (under, power)
         low, high = 2.0**under if under >= 0 else 0.0, min(most, 2.0**over)
         if not low and not self.fits(_ALONE):
             return 0.0

@@ -20,7 +20,7 @@ import uvloop
 import zmq
 
 from sglang_adapt.core import messages
-from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS, AdaptConfig
+from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS, AdaptConfig, AdaptPolicy
 from sglang_adapt.core.layout import EngineSpec, LayoutError, parse_layout
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.engine.process import rank_main
@@ -36,9 +36,11 @@ from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.keepers import Keepers
 from sglang_adapt.router.limits import LimitKeeper
-from sglang_adapt.router.metrics import SwitchMetrics
+from sglang_adapt.router.manager import Manager, OrderRefusedError
+from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.observe import make_observer, start_waves
+from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.restarts import RestartLimit
@@ -46,6 +48,7 @@ from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.supervisor import RankStart, Supervisor
 from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
+from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.kv_pool import RankPool
 from sglang_adapt.upstream.rank import RankArgs, configure_logging, prepare_process
@@ -120,6 +123,7 @@ class _Process:
         self._draining: asyncio.Task[None] | None = None
         self.pools: Pools | None = None
         self.modes: Modes | None = None
+        self.manager: Manager | None = None
         self._asked: set[asyncio.Task[None]] = set()
         self._engines_started = False
         self._waves = start_waves(args.config.candidates, args.config.start_in_turn)
@@ -139,6 +143,10 @@ class _Process:
         )
         control = make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False)
         self._control = Inbox(self._loop, control, self._on_control)
+        admission = self._make_admission()
+        self._traffic = None
+        if self._config.policy is AdaptPolicy.AUTO:
+            self._traffic = Traffic(admission.tier_of if admission is not None else lambda rid: ALL, time.monotonic)
         self._router = Router(
             self._config.layout,
             Outlets(
@@ -152,7 +160,8 @@ class _Process:
                 placed=self._placed,
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
-            admission=self._make_admission(),
+            admission=admission,
+            traffic=self._traffic,
         )
         self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
         context = process_context(self._config.start_method)
@@ -203,14 +212,16 @@ class _Process:
                 lambda: 0 if self.pools is None else self.pools.epoch,
             )
         if self.pools is not None:
+            count = self._count_switch()
             self.modes = Modes(
                 self._router,
                 self.pools,
                 self._specs,
                 self._kv_regions,
                 self._config.switch_drain_timeout_s,
-                ended=self._count_switch(),
+                ended=lambda switch, outcome: self._switch_ended(count, switch, outcome),
             )
+            self.manager = self._make_manager(self.modes)
         for spec in self._config.candidates:
             self._router.add_engine(Engine(spec.name, send=self._sender(spec)))
         self._keepers.start()
@@ -219,6 +230,8 @@ class _Process:
         front = make_socket(self._context, zmq.PULL, ports.scheduler_input_ipc_name, bind=False)
         inboxes = [Inbox(self._loop, front, self._router.on_front_message), self._control]
         tickers = [self._loop.create_task(self._tick()), self._loop.create_task(self._let_go())]
+        if self.manager is not None:
+            tickers.append(self._loop.create_task(self.manager.run()))
         try:
             await self._stopped
         finally:
@@ -236,6 +249,25 @@ class _Process:
         if not args.enable_metrics:
             return lambda switch, outcome: None
         return SwitchMetrics(args.extra_metric_labels or {}).ended
+
+    def _switch_ended(self, count: Callable[[Switch, Outcome], None], switch: Switch, outcome: Outcome) -> None:
+        count(switch, outcome)
+        if self.manager is not None:
+            self.manager.switched(switch, outcome)
+
+    def _make_manager(self, modes: Modes) -> Manager:
+        """Who decides on the layout."""
+        args, config = self._args, self._config
+        if self._traffic is None:
+            return Manager(config.policy, modes, self._router)
+        assert args.pool is not None and args.tiers is not None
+        stock = next(iter(args.server_args.values()))
+        planned = (
+            PlanMetrics(stock.extra_metric_labels or {}).planned if stock.enable_metrics else lambda plan, seconds: None
+        )
+        bounds = {tp: _bounds(server_args) for tp, server_args in args.server_args.items()}
+        planning = make_planning(config, args.pool, args.tiers, self._router.admission, bounds, planned)
+        return Manager(config.policy, modes, self._router, config.interval_s, planning, self._traffic)
 
     def _retry_soon(self) -> None:
         """Start engines that wait for blocks; not at once, because a switch is in the middle of a step."""
@@ -495,7 +527,7 @@ class _Process:
         request = messages.decode_front_to_router(data)
         if isinstance(request, messages.StatusRequest):
             self._send_status()
-        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest)):
+        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest, messages.PlanRequest)):
             task = self._loop.create_task(self._answer_layout(request))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
@@ -518,20 +550,32 @@ class _Process:
             return messages.AdmitAnswer(request.id, False, reason="the server is shutting down", draining=True)
         return self._router.admission.ask(request, self._router.serving())
 
-    async def _answer_layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> None:
+    async def _answer_layout(
+        self, request: messages.SwitchRequest | messages.LayoutRequest | messages.PlanRequest
+    ) -> None:
         status, body = await self._layout(request)
         self._control.send(messages.encode(messages.LayoutAnswer(request.id, status, body)))
 
-    async def _layout(self, request: messages.SwitchRequest | messages.LayoutRequest) -> tuple[int, dict[str, Any]]:
+    async def _layout(
+        self, request: messages.SwitchRequest | messages.LayoutRequest | messages.PlanRequest
+    ) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of what is asked about the layout."""
-        if self.modes is None:
+        if self.modes is None or self.manager is None:
             return 409, {
                 "code": "one_tp_size",
                 "message": "this server has engines of one TP size, whose layout is fixed; start it with several "
                 "--adapt-tp-sizes",
             }
         if isinstance(request, messages.LayoutRequest):
-            return 200, await self.modes.readback()
+            return 200, await self.modes.readback() | self.manager.said()
+        if isinstance(request, messages.PlanRequest):
+            return await self._what_if(self.manager, request.rates)
+        if request.layout == "auto":
+            try:
+                self.manager.release()
+            except OrderRefusedError as error:
+                return 409, {"code": "no_planner", "message": str(error)}
+            return 200, {"active": str(self._router.layout), "control": "planner"}
         try:
             layout = parse_layout(request.layout, self._config.tp_sizes, self._config.gpus)
             strategy = Strategy(request.strategy)
@@ -540,12 +584,24 @@ class _Process:
         if not self._router.accepting:
             return 503, {"code": "draining", "message": "the server is shutting down"}
         try:
-            switch = await self.modes.switch(layout, strategy, request.reason)
+            switch = await self.manager.order(layout, strategy, request.reason)
+        except OrderRefusedError as error:
+            return 409, {"code": "static_layout", "message": str(error)}
         except SwitchRefusedError as error:
             return 409, {"code": "switch_refused", "message": str(error)}
         except Exception as error:  # noqa: BLE001 -- logged where it happened, and told
             return 500, {"code": "switch_failed", "message": f"{type(error).__name__}: {error}"}
         return 200, {"active": str(self._router.layout), **switch.report()}
+
+    async def _what_if(self, manager: Manager, rates: dict[str, float]) -> tuple[int, dict[str, Any]]:
+        if self._router.admission is None and "" in rates:
+            rates = {ALL: rates[""]}
+        try:
+            return 200, await manager.what_if(rates)
+        except OrderRefusedError as error:
+            return 409, {"code": "no_planner", "message": str(error)}
+        except KeyError as error:
+            return 400, {"code": "unknown_tier", "message": str(error.args[0])}
 
     def _send_report(self, report: messages.RequestReport) -> None:
         try:
