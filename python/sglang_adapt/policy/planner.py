@@ -142,9 +142,12 @@ def plan(now: Situation) -> Plan:
     appraiser = Appraiser(rows, speeds)
     current = count(now.layout)
     own = greedy(rows, tuple(speeds), now.gpus)
+    waited = {
+        row.tier: now.history.waited.get(row.tier, 0) + 1 for row in rows if row.sizes and not _meets(row, current)
+    }
     overdue = max(
-        (row for row in rows if row.sizes and now.history.waited.get(row.tier, 0) >= STARVED),
-        key=lambda row: (now.history.waited[row.tier], row.tier),
+        (row for row in rows if waited.get(row.tier, 0) >= STARVED),
+        key=lambda row: (waited[row.tier], row.tier),
         default=None,
     )
 
@@ -176,11 +179,7 @@ def plan(now: Situation) -> Plan:
         else:
             move, reason = True, why
     served = wanted if move else now.layout
-    counts = count(served)
-    waited = {
-        row.tier: now.history.waited.get(row.tier, 0) + 1 for row in rows if row.sizes and not _meets(row, counts)
-    }
-    history = History(waited, "" if move else str(wanted), 0 if move else windows)
+    history = History(waited, str(wanted), windows)
     return Plan(served, move, wanted, trigger, reason, tiers_of(own, wanted, rows), rows, tuple(options), cost, history)
 
 
