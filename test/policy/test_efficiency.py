@@ -90,6 +90,20 @@ def test_times_grow_with_load_and_capacity_with_targets() -> None:
     assert shared == found
 
 
+def test_a_batch_that_is_larger_and_ends_less_is_not_wanted() -> None:
+    class Worse(ReckonedTimes):
+        """Each further request on the engine costs more than the one before."""
+
+        def decode_ms(self, batch: float, context: float) -> float:
+            return 5.0 + 0.01 * batch**2
+
+    times = Worse(ModelFigures(1, 32, 16_000_000_000, 131_072, 2), gpu_figures("NVIDIA H100")[0])
+    found = estimate(Demand(Terms("t"), 1.0, 16, 400), replace(h100(1), times=times))
+    assert found.batch < 100 < h100(1).bounds.requests
+    assert list(found.rates_rps) == sorted(found.rates_rps)
+    assert found.capacity_rps == max(found.rates_rps)
+
+
 def test_memory_bounds_the_batch_and_the_length() -> None:
     demand = Demand(Terms("t"), 1.0, 800, 200)
     roomy, small = estimate(demand, h100(1)), estimate(demand, replace(h100(1), kv_tokens=8000))

@@ -23,7 +23,8 @@ _HALVINGS = 6
 """Steps of the search for the largest batch; it is found to 2 %."""
 _ALONE = 1e-6
 """The batch of an engine that is nearly always idle."""
-_LOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Times of requests are known at these powers of the largest batch, and in between on straight lines."""
 _BUSIEST = 0.98
 """Prompts never take more of an engine's time: behind a longer queue nobody would wait."""
 
@@ -189,7 +190,14 @@ def estimate(
         _, ttft, tpot = engine.at(_ALONE)
         alone = ttft + (engine.output - 1) * tpot
         return Estimate(speed.tp, 0.0, ttft, tpot, 0.0, (0.0,), (alone,))
-    points = [engine.at(max(_ALONE, load * batch)) for load in _LOADS]
-    times = [ttft + (engine.output - 1) * tpot for _, ttft, tpot in points]
-    rate, ttft, tpot = points[-1]
-    return Estimate(speed.tp, rate, ttft, tpot, batch, (0.0, *(one[0] for one in points[1:])), tuple(times))
+    # Close together where the batch is small: there the rate rises fastest.
+    _, ttft, tpot = engine.at(_ALONE)
+    found = Estimate(speed.tp, 0.0, ttft, tpot, 0.0, (0.0,), (ttft + (engine.output - 1) * tpot,))
+    for power in _POWERS:
+        there = min(1.0, batch) * max(1.0, batch) ** power
+        rate, ttft, tpot = engine.at(there)
+        # By some measurements a larger batch ends no more requests; then nobody would want it.
+        if rate > found.capacity_rps:
+            rates, times = (*found.rates_rps, rate), (*found.times_ms, ttft + (engine.output - 1) * tpot)
+            found = Estimate(speed.tp, rate, ttft, tpot, there, rates, times)
+    return found
