@@ -106,6 +106,18 @@ def test_a_batch_that_is_larger_and_ends_less_is_not_wanted() -> None:
     assert found.capacity_rps == max(found.rates_rps)
 
 
+def test_requests_wait_for_the_prompts_of_others() -> None:
+    # Prompts take nearly all of the time: within a TTFT of twice a prompt's own time, no more than so much of it.
+    demand = Demand(Terms("t"), 1.0, 4000, 2)
+    alone = estimate(demand, h100(1)).alone_ms
+    found = estimate(replace(demand, terms=Terms("t", 1.0, 2 * alone, 1000)), h100(1))
+    busy = found.capacity_rps * h100(1).times.prefill_ms(4000) / 1e3
+    assert 0.4 < busy < 0.7
+    # Without a target the queue grows as busy / (1 - busy); nothing is planned that has no end.
+    assert estimate(demand, h100(1)).capacity_rps < 1e3 / h100(1).times.prefill_ms(4000)
+    assert estimate(demand, h100(1)).times_ms[-1] > 5 * alone
+
+
 def test_memory_bounds_the_batch_and_the_length() -> None:
     demand = Demand(Terms("t"), 1.0, 800, 200)
     roomy, small = estimate(demand, h100(1)), estimate(demand, replace(h100(1), kv_tokens=8000))

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_adapt.core.layout import Layout, parse_layout, uniform_layout
+from sglang_adapt.policy.assign import greedy, place
 from sglang_adapt.policy.demand import Arrivals, Demand, Terms, Unfinished, Window, demands
-from sglang_adapt.policy.efficiency import Speed
+from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.planner import CALM, STARVED, History, Plan, Situation, Trigger, plan
 from sglang_adapt.policy.price import Price, Running
+from sglang_adapt.policy.worth import Appraiser, Row
 
 CHEAP = Price(fixed_ms=20.0, bytes_per_s=1e11)
 
@@ -172,6 +174,45 @@ def test_tiers_of_which_each_needs_another_layout_take_turns() -> None:
     assert served.keys() == {"tp2@0-1", "tp1@0,tp1@1"}
     assert moves(plans) >= 2
     assert longest_wait([first, second], now, plans) <= STARVED + 2
+
+
+def row(asked: Demand, offered: float) -> Row:
+    return Row(asked, offered, {one.tp: estimate(asked, one) for one in SPEEDS})
+
+
+def test_engines_that_serve_stay() -> None:
+    current = parse_layout("tp1@0,tp1@1,tp2@2-3", (1, 2), 4)
+    assert str(place({2: 1, 1: 2}, 4, current, {"tp2@2-3": 9e9})) == "tp1@0,tp1@1,tp2@2-3"
+    assert str(place({2: 2}, 4, current, {"tp2@2-3": 9e9})) == "tp2@0-1,tp2@2-3"
+    with pytest.raises(ValueError, match="are not 4 GPUs"):
+        place({2: 1}, 4, current, {})
+
+
+def test_greedy_gives_by_weight_and_unmet_load_and_wastes_nothing() -> None:
+    heavy, light = demand(60.0, "heavy", 3000, 40), demand(60.0, "light", 3000, 40)
+    even = greedy([row(heavy, 60.0), row(light, 60.0)], (1, 2, 4), 4)
+    assert even == {"heavy": {1: 2}, "light": {1: 2}}
+    weighted = greedy([row(demand(60.0, "heavy", 3000, 40, weight=9), 60.0), row(light, 60.0)], (1, 2, 4), 4)
+    assert weighted == {"heavy": {1: 3}, "light": {1: 1}}
+    more = greedy([row(heavy, 60.0), row(light, 15.0)], (1, 2, 4), 4)
+    assert more == {"heavy": {1: 3}, "light": {1: 1}}
+    # A tier whose targets only a wide engine meets gets one; what nobody needs is given as well.
+    strict = greedy([row(demand(2.0, "strict", 400, 4.5), 2.0)], (1, 2, 4), 8)
+    assert sum(tp * number for tp, number in strict["strict"].items()) == 8
+    assert strict["strict"][4] >= 1
+    assert greedy([], (1, 2, 4), 4) == {}
+
+
+def test_a_loose_tier_that_shares_an_engine_is_held_to_the_tightest_targets() -> None:
+    loose, strict = demand(90.0, "loose", 3000, 40), demand(1.0, "strict", 400, 8)
+    rows = [row(loose, 90.0), row(strict, 1.0)]
+    shared = Appraiser(rows, {one.tp: one for one in SPEEDS})
+    # One wide engine for both, as against one for each.
+    alone = Appraiser(rows[:1], shared.speeds).worth({4: 1}).carried_rps["loose"]
+    assert shared.worth({4: 1}).carried_rps["loose"] < 0.8 * alone
+    assert shared.worth({4: 2}).carried_rps["loose"] > alone
+    assert shared.worth({4: 1}).carried_rps["strict"] == 1.0
+    assert shared.worth({1: 4}).carried_rps["strict"] == 0.0
 
 
 # What holds for any demand.

@@ -11,7 +11,7 @@ from sglang.srt.managers import io_struct
 from switch_fakes import ONES, TWO, Node
 
 from sglang_adapt.core.config import AdaptPolicy
-from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.core.layout import Layout, parse_layout
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.efficiency import Speed
@@ -20,7 +20,7 @@ from sglang_adapt.policy.planner import CALM, Plan
 from sglang_adapt.policy.price import Price
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.manager import REST_WINDOWS, Manager, OrderRefusedError, Planning
-from sglang_adapt.router.switch import Outcome, SwitchRefusedError
+from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
 from sglang_adapt.router.traffic import Traffic
 
 LOOSE, STRICT = Terms("loose", 1.0, 3000.0, 60.0), Terms("strict", 4.0, 500.0, 7.0)
@@ -244,6 +244,28 @@ def test_an_engine_that_is_down_is_waited_for() -> None:
         assert story.layout == TWO
 
     run(tell)
+
+
+def test_the_price_is_learned_from_the_switches_that_were_made() -> None:
+    async def tell(story: Story) -> None:
+        before = layouts(ONES, TWO)
+        made = Switch(*before, Strategy.AUTO, "test")
+        made.phases_ms["export"] = 500.0
+        for _ in range(20):
+            story.manager.switched(made, Outcome.REFUSED)
+            story.manager.switched(Switch(before[0], before[0], Strategy.AUTO, "none"), Outcome.SWITCHED)
+        assert (await story.manager.what_if({"all": 1.0}))["price"]["pause_ms"] == 1.0
+        for _ in range(30):
+            story.manager.switched(made, Outcome.SWITCHED)
+        assert (await story.manager.what_if({"all": 1.0}))["price"]["pause_ms"] > 300.0
+        # Only the last ones are told, and none that was no switch.
+        assert [one["outcome"] for one in story.manager.said()["switches"]] == ["switched"] * 10
+
+    run(tell)
+
+
+def layouts(*texts: str) -> list[Layout]:
+    return [parse_layout(text, (1, 2), 2) for text in texts]
 
 
 def test_what_if_changes_nothing() -> None:
