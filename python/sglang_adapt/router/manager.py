@@ -215,7 +215,7 @@ class Manager:
         known = {demand.terms.tier for demand in now.demands}
         unknown = sorted(set(rates) - known)
         if unknown:
-            raise KeyError(f"there is no tier {unknown[0]}; there are {', '.join(sorted(known))}")
+            raise KeyError(f"there is no tier {unknown[0] or 'without a name'}; there are {', '.join(sorted(known))}")
         asked = tuple(
             replace(demand, rate_rps=rates.get(demand.terms.tier, 0.0), unfinished=Unfinished())
             for demand in now.demands

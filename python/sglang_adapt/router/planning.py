@@ -11,7 +11,7 @@ from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.planner import Plan
 from sglang_adapt.policy.price import Price
-from sglang_adapt.policy.profile import Corrected
+from sglang_adapt.policy.profile import Corrected, shared_corrections
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.manager import Planning
@@ -48,10 +48,11 @@ def make_planning(
     times = {tp: tiers.times(tp) for tp in config.tp_sizes}
 
     def speeds() -> tuple[Speed, ...]:
+        known = {} if admission is None else shared_corrections(admission.corrections)
         return tuple(
             Speed(
                 tp,
-                times[tp] if admission is None else Corrected(times[tp], admission.corrections[tp]),
+                Corrected(times[tp], known[tp]) if tp in known else times[tp],
                 bounds[tp],
                 (geometry.blocks - 1) * geometry.tokens_per_block(tp),
                 pool.request_tokens,
