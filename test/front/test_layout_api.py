@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_adapt.core.messages import LayoutAnswer
-from sglang_adapt.front.layout_api import PATH, LayoutApi
+from sglang_adapt.front.layout_api import PATH, PLAN_PATH, LayoutApi, rates_of
 
 ORDER = b'{"layout": "tp2@0-1", "strategy": "migrate"}'
 
@@ -25,6 +25,10 @@ class Link:
         if self._answer is None:
             raise TimeoutError
         return self._answer
+
+    async def plan(self, rates: dict[str, float]) -> LayoutAnswer:
+        self.rates = rates
+        return await self.layout()
 
     async def switch(self, layout: str, strategy: str, reason: str) -> LayoutAnswer:
         self.asked.append((layout, strategy, reason))
@@ -92,3 +96,43 @@ def test_get_is_for_everyone_and_says_when_there_is_no_router() -> None:
         got, answer = asyncio.run(handler(b"", "10.0.0.7"))
         assert got == status
     assert json.loads(answer)["code"] == "no_router"
+
+
+@pytest.mark.parametrize(
+    ("query", "rates"),
+    [
+        ("rates=20", {"": 20.0}),
+        ("rates=strict:5,loose:0.5", {"strict": 5.0, "loose": 0.5}),
+        ("rates=strict%3A5%2C%20loose:1e2", {"strict": 5.0, "loose": 100.0}),
+        ("rates=strict:5&rates=loose:1", {"strict": 5.0, "loose": 1.0}),
+    ],
+)
+def test_rates(query: str, rates: dict[str, float]) -> None:
+    assert rates_of(query) == rates
+
+
+@pytest.mark.parametrize(
+    ("query", "fault"),
+    [
+        ("", "'' is not a rate"),
+        ("rates=many", "'many' is not a rate"),
+        ("rates=strict:", "'strict:' is not a rate"),
+        ("rates=strict:-1", "is not a rate from 0"),
+        ("rates=strict:nan", "is not a rate from 0"),
+        ("rates=strict:inf", "is not a rate from 0"),
+        ("rates=a:1,a:2", "'a:2' is given twice"),
+        ("rates=1&when=now", "when is not a parameter"),
+    ],
+)
+def test_rates_that_are_none(query: str, fault: str) -> None:
+    found = rates_of(query)
+    assert isinstance(found, str) and fault in found
+
+
+def test_a_plan_is_asked_for_by_rates() -> None:
+    link = Link(DONE)
+    handler = LayoutApi(link, has_key=False).routes["GET", PLAN_PATH]  # type: ignore[arg-type]
+    status, answer = asyncio.run(handler(b"rates=strict:5", "10.0.0.7"))
+    assert (status, json.loads(answer), link.rates) == (200, DONE.body, {"strict": 5.0})
+    status, answer = asyncio.run(handler(b"rates=x", "10.0.0.7"))
+    assert (status, json.loads(answer)["code"]) == (400, "bad_rates")

@@ -30,6 +30,17 @@ def test_built_in_tiers_and_reckoned_times() -> None:
     assert made.times(2).decode_ms(1, 10) > 0
 
 
+def test_a_planner_needs_times_and_several_tp_sizes() -> None:
+    assert settings().tiers.figures == ()
+    made = settings("--adapt-policy", "auto")
+    assert made.tiers.config is None and made.tiers.times(2).decode_ms(1, 10) > 0
+    assert (made.config.policy, made.config.interval_s) == ("auto", 1.0)
+    with pytest.raises(SettingsError, match="--adapt-policy auto needs engines of several TP sizes"):
+        settings("--adapt-policy", "auto", "--adapt-tp-sizes", "1")
+    with pytest.raises(SettingsError, match=r"--adapt-interval 0\.0: give 0\.05 to 3600"):
+        split_argv(["--adapt-interval", "0"])
+
+
 def test_bad_tiers_do_not_start(tmp_path: Path) -> None:
     file = tmp_path / "tiers.yaml"
     file.write_text(TIERS.replace("TPOT", "0.01"))

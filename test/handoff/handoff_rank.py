@@ -115,11 +115,11 @@ def few_slots(scheduler: Any, message: str, case: RankCase) -> None:
 
     original, pool = adopting.adopt, scheduler.req_to_token_pool
 
-    def adopt(*args: Any) -> Any:
+    def adopt(*args: Any, **kwargs: Any) -> Any:
         adopting.adopt = original
         hidden, pool.free_slots = pool.free_slots[int(message) :], pool.free_slots[: int(message)]
         try:
-            return original(*args)
+            return original(*args, **kwargs)
         finally:
             pool.free_slots += hidden
 

@@ -11,16 +11,24 @@ from sglang_adapt.core.handoff import CarriedRequest, RequestKind
 
 REQUESTS = [
     CarriedRequest("a", RequestKind.RUNNING, 17, 18, 60, None, bytes(range(256))),
+    CarriedRequest("d", RequestKind.RUNNING, 70, 71, 90, None, b"", delta=b"\x80", ahead=64),
     CarriedRequest("b", RequestKind.PREFILLING, 32, 700, 712, -3, b""),
     CarriedRequest("c", RequestKind.WAITING, 0, 50, 62, 7, b"\x80\x05"),
 ]
 CALLS = [
+    messages.SnapshotCall(3, 32, 40),
+    messages.PrecopyCall(3, REQUESTS[:1], [[[5]], [[1]]], [messages.KvSource([0], [[3, 4]])]),
     messages.ExportCall(3, keep=2),
     messages.AdoptCall(
         3,
         REQUESTS,
-        [[[5, 2, 9], [4], []], [[1, 2, 3], [7], []]],
-        [messages.KvSource([0], [[3, 4, 8]]), messages.KvSource([1], [[6]]), messages.KvSource([], [])],
+        [[[5, 2, 9], [6], [4], []], [[1, 2, 3], [8], [7], []]],
+        [
+            messages.KvSource([0], [[3, 4, 8]]),
+            messages.KvSource([0], [[9]]),
+            messages.KvSource([1], [[6]]),
+            messages.KvSource([], []),
+        ],
         [pack_ids([10]), pack_ids([11])],
         ["c"],
     ),
@@ -30,8 +38,10 @@ CALLS = [
     messages.UnexportableCall(),
 ]
 ANSWERS = [
-    messages.ExportAnswer(3, REQUESTS, [[5, 2, 9], [4], []], pack_ids([2, 4, 9]), {"d": "it uses a LoRA adapter"}),
-    messages.AdoptAnswer(3, ["a", "b"], ["a"], pack_ids([1, 2, 3, 7])),
+    messages.SnapshotAnswer(3, REQUESTS[:1], [[3, 4]], pack_ids([8])),
+    messages.PrecopyAnswer(3, {"make": 1.5}),
+    messages.ExportAnswer(3, REQUESTS, [[5, 2, 9], [1], [4], []], pack_ids([2, 4, 9]), {"d": "it uses a LoRA adapter"}),
+    messages.AdoptAnswer(3, ["a", "b"], ["a"]),
     messages.ReleaseAnswer(3, pack_ids([2, 4, 9]), ["b"]),
     messages.RestoreAnswer(3, ["a"], pack_ids([2, 4, 9])),
     messages.AbortHeldAnswer(3, ["a"]),

@@ -35,6 +35,15 @@ refused.kv_bytes = 10**9
 metrics.ended(refused, Outcome.REFUSED)
 metrics.ended(Switch(ones, ones, Strategy.AUTO, "nothing to do"), Outcome.SWITCHED)
 
+from types import SimpleNamespace
+
+from sglang_adapt.policy.planner import Trigger
+from sglang_adapt.router.metrics import PlanMetrics
+
+plans = PlanMetrics(json.loads(sys.argv[1]))
+for trigger, move in ((None, False), (Trigger.LOAD, False), (Trigger.LOAD, True), (Trigger.PRIORITY, True)):
+    plans.planned(SimpleNamespace(trigger=trigger, move=move), 0.002)
+
 from prometheus_client import CollectorRegistry, multiprocess
 
 registry = CollectorRegistry()
@@ -75,6 +84,12 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert value("switch_pause_seconds_count", outcome="broken_off") == 0
     assert value("switch_seconds_count", phase="prepare") == 3
     assert value("switch_seconds_count", phase="release") == 2
+    assert value("plans_total", trigger="none", decision="stay") == 1
+    assert value("plans_total", trigger="load", decision="wait") == 1
+    assert value("plans_total", trigger="load", decision="move") == 1
+    assert value("plans_total", trigger="priority", decision="move") == 1
+    assert value("plans_total", trigger="long_context", decision="move") == 0
+    assert value("plan_seconds_count") == 4
     # What was refused has moved nothing.
     assert value("switch_requests_total", way="migrated") == 6
     assert value("switch_requests_total", way="recomputed") == 2

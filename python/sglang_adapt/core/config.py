@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from sglang_adapt.core.layout import EngineSpec, Layout, candidate_engines
 
@@ -12,6 +13,19 @@ WARMUP_TOKENS = 2
 """Tokens that it generates."""
 WARMUP = (len(WARMUP_PROMPT), WARMUP_TOKENS)
 """Its size, as `kv.sizing` takes it."""
+
+
+class AdaptPolicy(StrEnum):
+    """Who decides on the layout.
+
+    AUTO: the planner, until an operator orders a layout, and again when it is given back.
+    MANUAL: operators only.
+    STATIC: nobody; it stays as at the start.
+    """
+
+    AUTO = "auto"
+    MANUAL = "manual"
+    STATIC = "static"
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,8 @@ class AdaptConfig:
         overheads_file: where measured overheads of engines are kept, see `core.overheads`.
         start_in_turn: engines of different TP sizes start one after the other, so that what they take of a GPU's
             memory can be measured.
+        policy: who decides on the layout.
+        interval_s: of the planner.
     """
 
     gpus: int
@@ -50,6 +66,8 @@ class AdaptConfig:
     start_method: str
     overheads_file: str
     start_in_turn: bool
+    policy: AdaptPolicy = AdaptPolicy.MANUAL
+    interval_s: float = 1.0
 
     @property
     def candidates(self) -> tuple[EngineSpec, ...]:

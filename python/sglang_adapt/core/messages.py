@@ -61,7 +61,7 @@ class SwitchRequest(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         id: names the request in its answer.
-        layout: e.g. `tp2@0-1`.
+        layout: e.g. `tp2@0-1`; `auto` gives the decision back to the planner.
         strategy: one of `policy.carry.Strategy`.
         reason: for the log.
     """
@@ -76,6 +76,18 @@ class LayoutRequest(msgspec.Struct, frozen=True, tag=True):
     """Front to router: which layout serves, read back from the engines? Answered by a LayoutAnswer."""
 
     id: int
+
+
+class PlanRequest(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: what would the planner do? Answered by a LayoutAnswer.
+
+    Attributes:
+        id: names the request in its answer.
+        rates: requests/s by tier; of the only one, where there are no tiers, under the empty name.
+    """
+
+    id: int
+    rates: dict[str, float]
 
 
 class AdmitRequest(msgspec.Struct, frozen=True, tag=True):
@@ -210,7 +222,16 @@ class EngineReply(msgspec.Struct, frozen=True):
     ranks: list[RankAnswer]
 
 
-FrontToRouter = DrainRequest | StatusRequest | SwitchRequest | LayoutRequest | AdmitRequest | PlaceReturned | TiersOrder
+FrontToRouter = (
+    DrainRequest
+    | StatusRequest
+    | SwitchRequest
+    | LayoutRequest
+    | PlanRequest
+    | AdmitRequest
+    | PlaceReturned
+    | TiersOrder
+)
 RouterToFront = RouterStatus | LayoutAnswer | AdmitAnswer | RequestReport
 
 encode = msgspec.msgpack.Encoder().encode

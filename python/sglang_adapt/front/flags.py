@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.overheads import default_overheads_file
 from sglang_adapt.core.slo_file import BUILT_IN_NAME
 from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS
@@ -43,6 +44,21 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help="layout at start: engines that cover every GPU once, e.g. tp1@0,tp1@1 or tp2@0-1 (default: all GPUs "
         "at the smallest TP size, or at --tp-size if that is given)",
+    )
+    group.add_argument(
+        "--adapt-policy",
+        choices=[policy.value for policy in AdaptPolicy],
+        default=AdaptPolicy.MANUAL.value,
+        help="who decides on the layout. auto: a planner, by the traffic, until POST /adapt/layout orders one (layout "
+        "auto gives it back); manual: POST /adapt/layout only; static: nobody (default: %(default)s, because a "
+        "layout that moves by itself should be wanted, and auto is as good as --adapt-profile)",
+    )
+    group.add_argument(
+        "--adapt-interval",
+        metavar="SECONDS",
+        type=float,
+        default=1.0,
+        help="how often the planner of --adapt-policy auto looks at the traffic, in seconds (default: 1)",
     )
     group.add_argument(
         "--adapt-virtual-gpus",
@@ -140,6 +156,8 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise SettingsError(f"--{name.replace('_', '-')} {value} is not a number of seconds; give a finite one")
     if ours.adapt_request_log is not None and ours.adapt_slo_config is None:
         raise SettingsError("--adapt-request-log tells how tiers fare; give --adapt-slo-config as well")
+    if not 0.05 <= ours.adapt_interval <= 3600:
+        raise SettingsError(f"--adapt-interval {ours.adapt_interval}: give 0.05 to 3600 seconds")
     gpus = ours.adapt_virtual_gpus
     if gpus is not None and not 1 <= gpus <= VIRTUAL_GPUS_MAX:
         raise SettingsError(

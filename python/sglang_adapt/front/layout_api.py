@@ -2,9 +2,10 @@
 
 - `GET` gives it as the engines themselves say it.
 - `POST {"layout": "tp2@0-1", "strategy": "auto"}` goes over to it and answers when that is done (200) or refused (409,
-  with nothing changed).
+  with nothing changed). It stays until `POST {"layout": "auto"}` gives the decision back to the planner.
+- `GET /adapt/plan?rates=TIER:RATE,...` (`?rates=RATE` without tiers) tells what the planner would do then.
 
-Both take stock's admin key (`--admin-api-key`, else `--api-key`); without a key, POST only from this machine.
+All take stock's admin key (`--admin-api-key`, else `--api-key`); without a key, POST only from this machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ipaddress
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -21,16 +23,19 @@ from sglang_adapt.front.link import RouterLink
 from sglang_adapt.policy.carry import Strategy
 
 PATH = "/adapt/layout"
+PLAN_PATH = "/adapt/plan"
+MAX_RATE_RPS = 1e6
 Answer = tuple[int, bytes]
 Handler = Callable[[bytes, str | None], Awaitable[Answer]]
-"""`handler(body, client)`: the request's body and the client's address; gives HTTP status and JSON body."""
+"""`handler(said, client)`: the request's body, of a GET its query string, and the client's address; gives HTTP
+status and JSON body."""
 
 
 class LayoutOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of a POST.
 
     Attributes:
-        layout: engines that cover every GPU once, e.g. `tp1@0,tp1@1`.
+        layout: engines that cover every GPU once, e.g. `tp1@0,tp1@1`; `auto`: what the planner decides from now on.
         strategy: what becomes of requests of engines that leave.
         reason: for the log.
     """
@@ -55,7 +60,7 @@ class LayoutApi:
     @property
     def routes(self) -> dict[tuple[str, str], Handler]:
         """By method and path."""
-        return {("GET", PATH): self.get, ("POST", PATH): self.post}
+        return {("GET", PATH): self.get, ("POST", PATH): self.post, ("GET", PLAN_PATH): self.plan}
 
     async def get(self, body: bytes, client: str | None) -> Answer:
         try:
@@ -75,6 +80,37 @@ class LayoutApi:
             return refuse(400, "bad_request", f"{error}; send {example}; strategies are {strategies}")
         answer = await self._link.switch(order.layout, order.strategy.value, order.reason)
         return _body(answer.status, answer.body)
+
+    async def plan(self, query: bytes, client: str | None) -> Answer:
+        rates = rates_of(query.decode("ascii", "replace"))
+        if isinstance(rates, str):
+            return refuse(400, "bad_rates", f"{rates}; give ?rates=strict:5,loose:20, or ?rates=20 without tiers")
+        try:
+            answer = await self._link.plan(rates)
+        except TimeoutError:
+            return refuse(503, "no_router", "the router does not answer; the server is starting or broken")
+        return _body(answer.status, answer.body)
+
+
+def rates_of(query: str) -> dict[str, float] | str:
+    """Requests/s by tier in a query string, the empty name for a bare number; or what is wrong with it."""
+    given = parse_qs(query, keep_blank_values=True)
+    unknown = sorted(set(given) - {"rates"})
+    if unknown:
+        return f"{unknown[0]} is not a parameter"
+    rates: dict[str, float] = {}
+    for part in ",".join(given.get("rates", [])).split(","):
+        tier, _, number = part.strip().rpartition(":")
+        try:
+            rate = float(number)
+        except ValueError:
+            return f"{part!r} is not a rate"
+        if not 0 <= rate <= MAX_RATE_RPS:
+            return f"{part!r} is not a rate from 0 to {MAX_RATE_RPS:g}"
+        if tier in rates:
+            return f"{part!r} is given twice"
+        rates[tier] = rate
+    return rates
 
 
 def is_loopback(client: str | None) -> bool:

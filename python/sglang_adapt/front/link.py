@@ -114,9 +114,15 @@ class RouterLink:
         request = messages.SwitchRequest(next(self._ids), layout, strategy, reason)
         return await self._answer_to(request, self._layout_answers, None)
 
+    async def plan(self, rates: dict[str, float]) -> LayoutAnswer:
+        """What the planner would do at these rates. Raises TimeoutError."""
+        return await self._answer_to(
+            messages.PlanRequest(next(self._ids), rates), self._layout_answers, LAYOUT_TIMEOUT_S
+        )
+
     async def _answer_to(
         self,
-        request: messages.SwitchRequest | messages.LayoutRequest | AdmitRequest,
+        request: messages.SwitchRequest | messages.LayoutRequest | messages.PlanRequest | AdmitRequest,
         waiting: dict[int, asyncio.Future[Answer]],
         timeout_s: float | None,
     ) -> Answer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_adapt.core.config import WARMUP, AdaptConfig
+from sglang_adapt.core.config import WARMUP, AdaptConfig, AdaptPolicy
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError
 from sglang_adapt.front.flags import (
@@ -83,6 +83,11 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         else check_tp_sizes(_numbers(ours.adapt_tp_sizes), gpus, heads, kv_heads)
     )
     layout = _layout(ours.adapt_layout, first.tp_size, tp_sizes, gpus)
+    if ours.adapt_policy == AdaptPolicy.AUTO and len(tp_sizes) < 2:
+        raise SettingsError(
+            f"--adapt-policy auto needs engines of several TP sizes to choose from, there is only TP {tp_sizes[0]}; "
+            "give more --adapt-tp-sizes, or --adapt-policy manual"
+        )
     extra = ["--random-seed", str(first.random_seed)]
     if ours.adapt_slo_config is not None:
         _refuse_other_orders(first)
@@ -131,10 +136,19 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         share_weights=len(tp_sizes) > 1,
         start_method=start_method,
         overheads_file=str(ours.adapt_overheads_file),
+        policy=AdaptPolicy(ours.adapt_policy),
+        interval_s=ours.adapt_interval,
         start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
     try:
-        tiers = make_tier_settings(ours.adapt_slo_config, ours.adapt_profile, server_args, gpus, virtual)
+        tiers = make_tier_settings(
+            ours.adapt_slo_config,
+            ours.adapt_profile,
+            server_args,
+            gpus,
+            virtual,
+            plans=config.policy is AdaptPolicy.AUTO,
+        )
     except TiersError as error:
         raise SettingsError(str(error)) from None
     return Settings(config, server_args, memory, pool, tiers, ours.adapt_request_log)

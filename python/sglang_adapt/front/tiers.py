@@ -18,7 +18,12 @@ class TiersError(ValueError):
 
 
 def make_tier_settings(
-    slo_config: str | None, profile: Path | None, server_args: Mapping[int, Any], gpus: int, virtual: bool
+    slo_config: str | None,
+    profile: Path | None,
+    server_args: Mapping[int, Any],
+    gpus: int,
+    virtual: bool,
+    plans: bool = False,
 ) -> TierSettings:
     """Read both files and check them against the deployment.
 
@@ -28,6 +33,7 @@ def make_tier_settings(
         server_args: stock's, by TP size.
         gpus: of the deployment.
         virtual: they are virtual GPUs.
+        plans: the layout is planned, so the speed has to be known even without tiers.
 
     Raises:
         TiersError: a file is bad or of another deployment, or a tier's target can never be met.
@@ -48,7 +54,7 @@ def make_tier_settings(
     if measured is not None and (fault := profile_fault(measured, key, tp_sizes)) is not None:
         raise TiersError(f"--adapt-profile {profile} is of another deployment: {fault}")
     figures: tuple[ModelFigures, ...] = ()
-    if config is not None and measured is None:
+    if (plans or config is not None) and measured is None:
         sizes = model_sizes(args, tp_sizes)
         if not isinstance(sizes, str):
             layers = int(sizes.shape.split("x")[0])
@@ -60,9 +66,11 @@ def make_tier_settings(
     settings = TierSettings(
         config, slo_config, key, tp_sizes, gpus, measured, figures, None if profile is None else str(profile)
     )
-    if config is not None:
+    if plans or config is not None:
         try:
-            faults = target_faults(settings, config)
+            # Asks for the times of every TP size.
+            settings.floors_ms()
+            faults = [] if config is None else target_faults(settings, config)
         except NoTimesError as error:
             raise TiersError(str(error)) from None
         if faults:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -66,7 +66,11 @@ class Grid:
         j, v = _place(self._ys, y)
         low = self._along(i, j, v)
         value = low if u == 0.0 else low + u * (self._along(i + 1, j, v) - low)
-        return value + max(0.0, x - self._xs[-1]) * self._x_slope + max(0.0, y - self._ys[-1]) * self._y_slope
+        if x > self._xs[-1]:
+            value += (x - self._xs[-1]) * self._x_slope
+        if y > self._ys[-1]:
+            value += (y - self._ys[-1]) * self._y_slope
+        return value
 
     def _along(self, i: int, j: int, v: float) -> float:
         row = self._cells[i]
@@ -216,6 +220,29 @@ class Correction:
         error = min(_SURPRISE, max(-_SURPRISE, math.log(actual_ms / predicted_ms)))
         rate = _LEARN_SLOWER if error > 0 else _LEARN_FASTER
         return min(self.most, max(1 / self.most, factor * math.exp(rate * error)))
+
+
+def shared_corrections(learned: Mapping[int, Correction]) -> dict[int, Correction]:
+    """Corrections by TP size, where a size of which nothing has been seen has the mean of the others.
+
+    A size that is not in the layout learns nothing. Left as it was reckoned, it would look quick beside sizes that have
+    turned out to be slow.
+    """
+
+    def mean(factors: Iterable[float]) -> float:
+        logs = [math.log(factor) for factor in factors if factor != 1.0]
+        return math.exp(sum(logs) / len(logs)) if logs else 1.0
+
+    prefill = mean(one.prefill for one in learned.values())
+    decode = mean(one.decode for one in learned.values())
+    return {
+        tp: replace(
+            one,
+            prefill=prefill if one.prefill == 1.0 else one.prefill,
+            decode=decode if one.decode == 1.0 else one.decode,
+        )
+        for tp, one in learned.items()
+    }
 
 
 _SURPRISE = math.log(4.0)

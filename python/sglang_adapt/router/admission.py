@@ -188,6 +188,11 @@ class Admission:
         self.give_back(request.id)
         self._named[rid] = request
 
+    def tier_of(self, rid: str) -> str:
+        """The tier of a request that has come: as it was admitted, else the default one."""
+        request = self._named.get(rid)
+        return self.config.default if request is None else request.terms.tier
+
     def offer(self, rid: str, tokens: int, ids: bytes, engines: Sequence[Engine]) -> str | None:
         """A tokenized request has come: the engine that it goes to, or None: it is held until `next_held` names it.
 

@@ -10,6 +10,7 @@ import zmq
 
 from sglang_adapt.core import messages
 from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.router.layout_requests import LayoutQuestion
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.sockets import Inbox
@@ -18,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 1.0
 """How often the router tells the front that it lives."""
-
-LayoutQuestion = messages.SwitchRequest | messages.LayoutRequest
 
 
 class FrontLink:
@@ -60,7 +59,7 @@ class FrontLink:
         request = messages.decode_front_to_router(data)
         if isinstance(request, messages.StatusRequest):
             self.send_status()
-        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest)):
+        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest, messages.PlanRequest)):
             task = self._loop.create_task(self._answer_layout(request))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)

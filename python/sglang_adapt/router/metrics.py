@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
+from sglang_adapt.policy.planner import Plan, Trigger
 from sglang_adapt.router.switch import Outcome, Phase, Switch, Way
 
 _SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -88,3 +89,38 @@ class SwitchMetrics:
             for way, count in switch.requests.items():
                 self._requests.labels(**self._labels, way=way).inc(count)
             (self._bytes.labels(**self._labels) if self._labels else self._bytes).inc(switch.kv_bytes)
+
+
+_PLAN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+
+class PlanMetrics:
+    """Counts plans as they are made.
+
+    - `sglang_adapt:plans_total{trigger,decision}`: decision `stay` (nothing better), `wait` (better, but not worth a
+      switch yet) or `move`; trigger `none` where nothing better is known
+    - `sglang_adapt:plan_seconds`: how long the planner took
+
+    Args and errors: as of `SwitchMetrics`, which is made before.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        from prometheus_client import Counter, Histogram
+
+        self._labels = dict(labels)
+        names = tuple(labels)
+        self._plans = Counter(
+            "sglang_adapt:plans", "Plans of the layout, by what they decided.", (*names, "trigger", "decision")
+        )
+        self._seconds = Histogram(
+            "sglang_adapt:plan_seconds", "How long the planner took.", names, buckets=_PLAN_SECONDS
+        )
+        for trigger in (Trigger.LOAD, Trigger.PRIORITY, Trigger.LONG_CONTEXT):
+            self._plans.labels(**self._labels, trigger=trigger.value, decision="move")
+
+    def planned(self, plan: Plan, seconds: float) -> None:
+        """A plan has been made."""
+        trigger = "none" if plan.trigger is None else plan.trigger.value
+        decision = "move" if plan.move else "stay" if plan.trigger is None else "wait"
+        self._plans.labels(**self._labels, trigger=trigger, decision=decision).inc()
+        (self._seconds.labels(**self._labels) if self._labels else self._seconds).observe(seconds)

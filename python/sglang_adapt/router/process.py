@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -12,6 +13,7 @@ import setproctitle
 import uvloop
 import zmq
 
+from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.calls import EngineCalls
@@ -22,9 +24,11 @@ from sglang_adapt.router.keepers import Keepers
 from sglang_adapt.router.layout_requests import answer_layout
 from sglang_adapt.router.lifecycle import Lifecycle
 from sglang_adapt.router.limits import LimitKeeper
+from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.memory import KeptMemory, keeper_configs
-from sglang_adapt.router.metrics import SwitchMetrics
+from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics
 from sglang_adapt.router.modes import Modes
+from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.restarts import RestartLimit
@@ -34,7 +38,8 @@ from sglang_adapt.router.start_report import StartReport
 from sglang_adapt.router.starts import EngineStarts
 from sglang_adapt.router.supervisor import Supervisor
 from sglang_adapt.router.switch import Outcome, Switch
-from sglang_adapt.router.tiers import let_go, make_admission
+from sglang_adapt.router.tiers import bounds_of, let_go, make_admission
+from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.rank import configure_logging, prepare_process
 
@@ -66,6 +71,7 @@ class _Process:
         self._failed = False
         self.pools: Pools | None = None
         self.modes: Modes | None = None
+        self.manager: Manager | None = None
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -83,6 +89,8 @@ class _Process:
         tickers = [self._loop.create_task(self._front.tick())]
         if self._limits is not None:
             tickers.append(self._loop.create_task(let_go(self._router, self._limits)))
+        if self.manager is not None:
+            tickers.append(self._loop.create_task(self.manager.run()))
         try:
             await self._stopped
         finally:
@@ -109,9 +117,13 @@ class _Process:
             self._loop,
             make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False),
             self._config.candidates,
-            layout=lambda request: answer_layout(request, self._config, self._router, self.modes),
+            layout=lambda request: answer_layout(request, self._config, self._router, self.modes, self.manager),
             drain=self._drain,
         )
+        admission = make_admission(self._args, self._front.send_report)
+        self._traffic = None
+        if self._config.policy is AdaptPolicy.AUTO:
+            self._traffic = Traffic(admission.tier_of if admission is not None else lambda rid: ALL, time.monotonic)
         self._router = self._front.router = Router(
             self._config.layout,
             Outlets(
@@ -125,7 +137,8 @@ class _Process:
                 placed=self._placed,
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
-            admission=make_admission(self._args, self._front.send_report),
+            admission=admission,
+            traffic=self._traffic,
         )
         self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
 
@@ -172,8 +185,9 @@ class _Process:
             self._specs,
             self._memory.kv_regions,
             self._config.switch_drain_timeout_s,
-            ended=self._count_switch(),
+            ended=self._switch_ended(),
         )
+        self.manager = self._make_manager(self.modes)
 
     def _make_ways(self) -> None:
         """What follows from what happens to engines, keepers and requests."""
@@ -198,12 +212,32 @@ class _Process:
         if self._router.admission is not None:
             self._limits = LimitKeeper(self._router.admission.limits, self.calls.call, self._kill, self._epoch)
 
-    def _count_switch(self) -> Callable[[Switch, Outcome], None]:
-        """What counts the switches: nothing, unless metrics are wanted."""
+    def _switch_ended(self) -> Callable[[Switch, Outcome], None]:
+        """What counts the switches, if metrics are wanted, and tells the manager of them."""
         args = self._args.any_server_args
-        if not args.enable_metrics:
-            return lambda switch, outcome: None
-        return SwitchMetrics(args.extra_metric_labels or {}).ended
+        count = SwitchMetrics(args.extra_metric_labels or {}).ended if args.enable_metrics else None
+
+        def ended(switch: Switch, outcome: Outcome) -> None:
+            if count is not None:
+                count(switch, outcome)
+            if self.manager is not None:
+                self.manager.switched(switch, outcome)
+
+        return ended
+
+    def _make_manager(self, modes: Modes) -> Manager:
+        """Who decides on the layout."""
+        args, config = self._args, self._config
+        if self._traffic is None:
+            return Manager(config.policy, modes, self._router)
+        assert args.pool is not None and args.tiers is not None
+        stock = args.any_server_args
+        planned = (
+            PlanMetrics(stock.extra_metric_labels or {}).planned if stock.enable_metrics else lambda plan, seconds: None
+        )
+        bounds = {tp: bounds_of(server_args) for tp, server_args in args.server_args.items()}
+        planning = make_planning(config, args.pool, args.tiers, self._router.admission, bounds, planned)
+        return Manager(config.policy, modes, self._router, config.interval_s, planning, self._traffic)
 
     def _retry_soon(self) -> None:
         """Start engines that wait for blocks; not at once, because a switch is in the middle of a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import zmq
@@ -16,6 +16,7 @@ from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.journal import Entry
+from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,16 @@ class Router:
         outlets: where messages go.
         deaths_limit: a request ends with a 503 when more engines have died while they ran it.
         admission: decides by tiers where requests go and when; None: each at once to the engine with the least load.
+        traffic: counts what arrives; None if nobody plans by it.
     """
 
     def __init__(
-        self, layout: Layout, outlets: Outlets, deaths_limit: int = 2, admission: Admission | None = None
+        self,
+        layout: Layout,
+        outlets: Outlets,
+        deaths_limit: int = 2,
+        admission: Admission | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.layout = layout
         self.engines: dict[str, Engine] = {}
@@ -85,6 +92,7 @@ class Router:
         self._paused = False
         self._queue: dict[str, tuple[int, bytes]] = {}
         self.admission = admission
+        self._traffic = traffic
         self._held: dict[str, tuple[int, bytes]] = {}
         self._waiters: list[tuple[set[str], asyncio.Future[None]]] = []
         self._out = outlets
@@ -108,6 +116,13 @@ class Router:
     def in_flight(self) -> int:
         """Requests accepted and not ended."""
         return len(self._where) + len(self._queue) + len(self._held)
+
+    def unfinished(self) -> Iterator[tuple[str, bool]]:
+        """Every request accepted and not ended, and whether it waits for its first token."""
+        for rid in self._where:
+            yield rid, not self.journal[rid].ids
+        for rid in (*self._queue, *self._held):
+            yield rid, True
 
     def serving(self) -> list[Engine]:
         """The engines that get requests now."""
@@ -364,6 +379,8 @@ class Router:
             if self.admission is not None:
                 self.admission.ended(rid, None, finished=False)
             return
+        if self._traffic is not None and not rid.startswith(wire.HEALTH_RID_PREFIX):
+            self._traffic.arrived(rid, tokens)
         self._enter(rid, tokens, data)
 
     def _enter(self, rid: str, tokens: int, data: bytes, accepted: bool = False) -> None:
@@ -490,6 +507,8 @@ class Router:
                 if output.finished:
                     self.admission.ended(output.rid, engine, finished=True)
             if output.finished:
+                if self._traffic is not None:
+                    self._traffic.finished(output.rid, output.total)
                 self._end(engine, output.rid)
             elif (entry := self.journal.get(output.rid)) is not None:
                 entry.append(output.decoded, output.total)

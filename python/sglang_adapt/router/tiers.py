@@ -31,7 +31,7 @@ def make_admission(args: RouterArgs, report: Callable[[RequestReport], None]) ->
     return Admission(
         args.tiers,
         {spec.name: spec.tp for spec in args.config.candidates},
-        {tp: _bounds(server_args) for tp, server_args in args.server_args.items()},
+        {tp: bounds_of(server_args) for tp, server_args in args.server_args.items()},
         report,
         lambda: time.monotonic() * 1000,
     )
@@ -45,7 +45,7 @@ async def let_go(router: Router, limits: LimitKeeper) -> None:
         limits.refresh(router.serving())
 
 
-def _bounds(server_args: Any) -> Bounds:
+def bounds_of(server_args: Any) -> Bounds:
     """What engines with these stock ServerArgs can do in an iteration."""
     chunk = server_args.chunked_prefill_size
     return Bounds(

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 AdminHandler = Callable[[bytes, "str | None"], Awaitable[tuple[int, bytes]]]
-"""`handler(body, client)`: the request's body and the client's address; gives HTTP status and JSON body."""
+"""`handler(said, client)`: the request's body, of a GET its query string, and the client's address; gives HTTP
+status and JSON body."""
 
 
 class Launcher(Protocol):
@@ -252,7 +253,8 @@ def _add_admin_route(app: Any, method: str, path: str, handler: AdminHandler) ->
 
     async def endpoint(request: Request) -> Response:
         client = None if request.client is None else request.client.host
-        status, body = await handler(await request.body(), client)
+        said = await request.body() if method == "POST" else request.url.query.encode()
+        status, body = await handler(said, client)
         return Response(body, status, media_type="application/json")
 
     app.router.add_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])

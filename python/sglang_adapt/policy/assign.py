@@ -1,0 +1,147 @@
+"""GPUs to tiers, and TP sizes to GPUs.
+
+`greedy` is Nitsum's weighted greedy (3.3.1): again and again the tier and TP size with the highest product of weight,
+gain per GPU and unmet load gets a group of GPUs. What is left when all load is met makes engines wider. `place` turns
+numbers of engines into a layout of aligned groups that leaves running engines where they are, if it can.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from sglang_adapt.core.layout import EngineSpec, Layout
+from sglang_adapt.policy.worth import Counts, Row
+
+FILLED = 0.8
+"""Engines are planned to be this full, so that a rise of the load finds room until the next plan."""
+
+
+def greedy(rows: Sequence[Row], sizes: Sequence[int], gpus: int) -> dict[str, Counter[int]]:
+    """Engines for each tier: by tier, how many of each TP size. All GPUs are given, unless there is no tier.
+
+    Args:
+        rows: tiers with a load.
+        sizes: TP sizes, ascending; each divides the next and the GPUs.
+        gpus: of the deployment.
+    """
+    own: dict[str, Counter[int]] = {row.tier: Counter() for row in rows}
+    unmet = {row.tier: row.offered_rps for row in rows}
+    left = gpus
+    # A tier's best group changes only with its unmet load, or when too few GPUs are left for it.
+    best = {row.tier: _best(row, unmet[row.tier], sizes, left) for row in rows}
+    while left:
+        for row in rows:
+            if best[row.tier][1] > left:
+                best[row.tier] = _best(row, unmet[row.tier], sizes, left)
+        chosen = max(rows, key=lambda row: (best[row.tier][0], row.weight, row.tier), default=None)
+        if chosen is None or best[chosen.tier][0] <= 0:
+            break
+        _, tp = best[chosen.tier]
+        own[chosen.tier][tp] += 1
+        left -= tp
+        unmet[chosen.tier] -= min(unmet[chosen.tier], FILLED * chosen.estimates[tp].capacity_rps)
+        best[chosen.tier] = _best(chosen, unmet[chosen.tier], sizes, left)
+    _spread(rows, own, sizes, left)
+    return own
+
+
+def _best(row: Row, unmet: float, sizes: Sequence[int], left: int) -> tuple[float, int]:
+    """(score, TP size) of the group that a tier should get next; of equal ones the narrowest."""
+    best = (0.0, sizes[0])
+    for tp in sizes:
+        if tp <= left:
+            gain = min(FILLED * row.estimates[tp].capacity_rps, unmet)
+            score = row.weight * gain / tp * unmet
+            if score > best[0]:
+                best = (score, tp)
+    return best
+
+
+def _spread(rows: Sequence[Row], own: dict[str, Counter[int]], sizes: Sequence[int], left: int) -> None:
+    """Give GPUs that no load needs to the tiers with most load for each GPU."""
+    if not rows:
+        return
+    held = {row.tier: sum(tp * count for tp, count in own[row.tier].items()) for row in rows}
+    for _ in range(left // sizes[0]):
+        row = max(rows, key=lambda row: (row.weight * row.offered_rps / (held[row.tier] + sizes[0]), row.tier))
+        own[row.tier][sizes[0]] += 1
+        held[row.tier] += sizes[0]
+
+
+def composed(tp: int, sizes: Sequence[int], gpus: int) -> Counter[int]:
+    """As many engines of TP size `tp` as fit, and of the narrower sizes for what is left."""
+    counts: Counter[int] = Counter()
+    for size in sorted((size for size in sizes if size <= tp), reverse=True):
+        counts[size], gpus = divmod(gpus, size)
+    return +counts
+
+
+def with_one(tp: int, rest: int, sizes: Sequence[int], gpus: int) -> Counter[int]:
+    """One engine of TP size `tp`, and the other GPUs at `rest`."""
+    return Counter({tp: 1}) + composed(rest, sizes, gpus - tp)
+
+
+def count(layout: Layout) -> Counter[int]:
+    """Engines of a layout by TP size."""
+    return Counter(engine.tp for engine in layout.engines)
+
+
+def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float]) -> Layout:
+    """Aligned groups for these engines.
+
+    The widest are placed first, so what is left is made of whole groups for the narrower ones. An engine that serves
+    stays if it can; else the group is taken whose engines have the least to move.
+
+    Args:
+        counts: engines by TP size, of sizes that each divide the next; together exactly the GPUs.
+        gpus: of the deployment.
+        current: the layout that serves.
+        busy: bytes of KV on its engines, by name.
+    """
+    if sum(tp * number for tp, number in counts.items()) != gpus:
+        raise ValueError(f"{dict(counts)} are not {gpus} GPUs")
+    there = set(current.engines)
+    load = [0.0] * gpus
+    for engine in current.engines:
+        for gpu in engine.gpus:
+            load[gpu] = busy.get(engine.name, 0.0) / engine.tp
+    free = [True] * gpus
+    engines: list[EngineSpec] = []
+    for tp in sorted((tp for tp, number in counts.items() if number), reverse=True):
+        groups = [EngineSpec(first, tp) for first in range(0, gpus, tp) if free[first]]
+        groups.sort(key=lambda group: (group not in there, sum(load[gpu] for gpu in group.gpus), group.first_gpu))
+        for group in groups[: counts[tp]]:
+            engines.append(group)
+            for gpu in group.gpus:
+                free[gpu] = False
+    return Layout(tuple(sorted(engines)))
+
+
+def tiers_of(own: Mapping[str, Counter[int]], layout: Layout, rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+    """The tiers that each engine is there for, by name of the engine.
+
+    Each tier gets engines of its own as `greedy` says, as far as the layout has such; one without any shares all on
+    which its targets can be met, or, if there are none, all.
+    """
+    left: dict[int, list[EngineSpec]] = {}
+    for engine in layout.engines:
+        left.setdefault(engine.tp, []).append(engine)
+    given: dict[str, list[str]] = {engine.name: [] for engine in layout.engines}
+    for row in rows:
+        mine = [
+            left[tp].pop(0)
+            for tp, number in own.get(row.tier, Counter()).items()
+            for _ in range(min(number, len(left.get(tp, ()))))
+        ]
+        if not any(row.estimates[engine.tp].capacity_rps > 0 for engine in mine):
+            mine += [
+                engine for engine in layout.engines if row.estimates[engine.tp].capacity_rps > 0 and engine not in mine
+            ]
+        for engine in mine or layout.engines:
+            given[engine.name].append(row.tier)
+    for engines in left.values():
+        for engine in engines:
+            if not given[engine.name]:
+                given[engine.name] = [row.tier for row in rows]
+    return {name: tuple(tiers) for name, tiers in given.items()}

@@ -1,0 +1,268 @@
+"""Which layout should serve next, and is it worth the switch? A pure decision over frozen data.
+
+The layouts that are compared: the one that serves, each TP size on all GPUs, one wide engine beside narrow ones, and
+what the weighted greedy of `assign` gives the tiers. The best of them by `worth` wins, under three conditions that go
+before any gain, in this order: a tier that has waited `STARVED` windows for an engine that meets its targets gets one;
+the longest request that is there has an engine that holds it; as many tiers as possible have an engine that meets their
+targets. So a tier with requests is without such an engine for at most `STARVED` windows and one for each tier, if any
+layout has one for it.
+
+Beside the papers (Nitsum, 3.3.1; Flying Serving, 2.3): a switch has a price. It is made when its gain over the next
+windows is above what it costs now, and above a margin, and, unless load is left behind, when it has been wanted for
+`CALM` windows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from sglang_adapt.core.layout import Layout
+from sglang_adapt.policy.assign import composed, count, greedy, place, tiers_of, with_one
+from sglang_adapt.policy.demand import Demand
+from sglang_adapt.policy.efficiency import Speed, estimate
+from sglang_adapt.policy.price import Bill, Price, Running, bill
+from sglang_adapt.policy.worth import QUICK, Appraiser, Counts, Row, Worth
+
+STARVED = 5
+"""Windows that a tier waits for an engine that meets its targets, while another layout is worth more."""
+CALM = 3
+"""Windows in a row that a layout has to be wanted if the one that serves carries the load as well."""
+MARGIN = 0.05
+"""A layout that serves is left for one that is worth at least this part more."""
+BEHIND = 0.02
+"""Load is left behind if more than this part of it is not carried; then this is the margin."""
+IDLE_RPS = 0.05
+"""The load of every tier while nobody asks for anything: the layout is made ready for the next request."""
+
+
+class Trigger(StrEnum):
+    """Why the layout is changed.
+
+    LOAD: another one carries more, or answers sooner.
+    PRIORITY: a tier has requests whose targets only another one meets.
+    LONG_CONTEXT: a request is there that only another one can hold.
+    OPERATOR: somebody asked for it.
+    """
+
+    LOAD = "load"
+    PRIORITY = "priority"
+    LONG_CONTEXT = "long_context"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True)
+class History:
+    """What one plan hands to the next.
+
+    Attributes:
+        waited: by tier, windows with requests and without an engine that meets their targets.
+        wanted: the layout that was wanted last.
+        windows: how often in a row it was.
+    """
+
+    waited: Mapping[str, int] = field(default_factory=dict)
+    wanted: str = ""
+    windows: int = 0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a plan depends on.
+
+    Attributes:
+        demands: by tier; a deployment without tiers has one.
+        speeds: of each TP size, ascending.
+        gpus: of the deployment.
+        layout: that serves.
+        running: what its engines have, by name.
+        price: of a switch.
+        longest_tokens: of the longest request that is there; 0 if there is none.
+        horizon_s: time over which a gain counts.
+        history: of the plan before.
+    """
+
+    demands: tuple[Demand, ...]
+    speeds: tuple[Speed, ...]
+    gpus: int
+    layout: Layout
+    running: Mapping[str, Running]
+    price: Price
+    longest_tokens: int = 0
+    horizon_s: float = 5.0
+    history: History = History()
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout that was compared: engines by TP size, and what they are worth."""
+
+    counts: Counts
+    worth: Worth
+
+    def __str__(self) -> str:
+        return " + ".join(f"{number} x TP {tp}" for tp, number in sorted(self.counts.items(), reverse=True))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision.
+
+    Attributes:
+        layout: that should serve next; the one that serves, unless `move`.
+        move: switch now.
+        wanted: the best layout, whether or not it is worth a switch now.
+        trigger: why; None if nothing better is known.
+        reason: in words, also for staying.
+        tiers: by engine of `wanted`, the tiers that it is there for.
+        rows: the table of estimates.
+        options: all that was compared, the best first.
+        bill: of a switch to `wanted`.
+        history: for the next plan.
+    """
+
+    layout: Layout
+    move: bool
+    wanted: Layout
+    trigger: Trigger | None
+    reason: str
+    tiers: Mapping[str, tuple[str, ...]]
+    rows: tuple[Row, ...]
+    options: tuple[Option, ...]
+    bill: Bill
+    history: History
+
+
+def plan(now: Situation) -> Plan:
+    """Decide. The same situation gives the same plan."""
+    speeds = {speed.tp: speed for speed in now.speeds}
+    rows = _rows(now)
+    appraiser = Appraiser(rows, speeds)
+    current = count(now.layout)
+    own = greedy(rows, tuple(speeds), now.gpus)
+    waited = {
+        row.tier: now.history.waited.get(row.tier, 0) + 1 for row in rows if row.sizes and not _meets(row, current)
+    }
+    overdue = max(
+        (row for row in rows if waited.get(row.tier, 0) >= STARVED),
+        key=lambda row: (waited[row.tier], row.tier),
+        default=None,
+    )
+
+    def musts(counts: Counts) -> tuple[bool, bool, int]:
+        holds = max((speeds[tp].request_tokens for tp in counts), default=0) >= now.longest_tokens
+        return overdue is None or _meets(overdue, counts), holds, sum(_meets(row, counts) for row in rows)
+
+    options = [Option(counts, appraiser.worth(counts)) for counts in _candidates(current, own, now)]
+    # Of equal ones the first, which is the one that serves.
+    options.sort(key=lambda option: (*musts(option.counts), round(option.worth.value, 9)), reverse=True)
+    best, serving = options[0], next(option for option in options if option.counts == current)
+    better = musts(best.counts) > musts(current)
+    behind = _left_behind(rows, serving)
+    wanted, margin = now.layout, BEHIND if behind else MARGIN
+    if best.counts != current and (better or best.worth.value > (1 + margin) * serving.worth.value):
+        busy = {name: one.kv_bytes for name, one in now.running.items()}
+        wanted = place(best.counts, now.gpus, now.layout, busy)
+    cost = bill(now.price, now.layout, wanted, now.running)
+    windows = now.history.windows + 1 if str(wanted) == now.history.wanted else 1
+    move, trigger, reason = False, None, f"{serving} is the best that is known, or nearly"
+    if wanted != now.layout:
+        trigger, why = _why(rows, best, serving, now, speeds)
+        lost = _lost(rows, cost)
+        gain = (best.worth.value - serving.worth.value) * now.horizon_s
+        if not better and gain <= lost:
+            reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {now.horizon_s:g} s"
+        elif not better and not behind and windows < CALM:
+            reason = f"{why}; for {windows} of {CALM} windows"
+        else:
+            move, reason = True, why
+    served = wanted if move else now.layout
+    history = History(waited, str(wanted), windows)
+    return Plan(served, move, wanted, trigger, reason, tiers_of(own, wanted, rows), rows, tuple(options), cost, history)
+
+
+def _rows(now: Situation) -> tuple[Row, ...]:
+    """The tiers that are asked for, with their load; all of them, with next to none, if nobody asks for any."""
+    asked = [demand for demand in now.demands if demand.is_there]
+    rows = []
+    for demand in asked or now.demands:
+        estimates = {speed.tp: estimate(demand, speed) for speed in now.speeds}
+        slowest = max(one.alone_ms for one in estimates.values())
+        offered = demand.offered_rps(slowest, now.horizon_s) if asked else IDLE_RPS
+        rows.append(Row(demand, offered, estimates))
+    return tuple(rows)
+
+
+def _meets(row: Row, counts: Counts) -> bool:
+    """Is there an engine on which the tier's targets can be met?"""
+    return any(row.estimates[tp].capacity_rps > 0 for tp, number in counts.items() if number)
+
+
+def _candidates(current: Counter[int], own: Mapping[str, Counter[int]], now: Situation) -> Iterator[Counter[int]]:
+    """The layouts that are compared, each once, the one that serves first."""
+    sizes = [speed.tp for speed in now.speeds]
+    total: Counter[int] = sum(own.values(), Counter())
+    found = [current, total] + [composed(tp, sizes, now.gpus) for tp in sizes]
+    found += [with_one(wide, rest, sizes, now.gpus) for rest in sizes for wide in sizes if wide > rest]
+    seen: set[frozenset[tuple[int, int]]] = set()
+    for counts in found:
+        key = frozenset(counts.items())
+        if key not in seen and sum(tp * number for tp, number in counts.items()) == now.gpus:
+            seen.add(key)
+            yield counts
+
+
+def _left_behind(rows: Sequence[Row], option: Option) -> bool:
+    return any(row.sizes and option.worth.carried_rps[row.tier] < (1 - BEHIND) * row.offered_rps for row in rows)
+
+
+def _lost(rows: Sequence[Row], cost: Bill) -> float:
+    """What a switch costs, in the unit of `Worth.value` times seconds.
+
+    The requests that are paused lose the pause, each a share of its own time; so do those that would have been
+    carried by then.
+    """
+    pause_s = cost.pause_ms / 1e3
+    offered = sum(row.offered_rps for row in rows)
+    if not offered:
+        return 0.0
+    weight = sum(row.weight * row.offered_rps for row in rows) / offered
+    alone_s = sum(row.alone_ms * row.offered_rps for row in rows) / offered / 1e3
+    return weight * (1 + QUICK) * pause_s * (cost.requests / max(alone_s, pause_s, 1e-6) + offered)
+
+
+def _why(
+    rows: Sequence[Row], best: Option, serving: Option, now: Situation, speeds: Mapping[int, Speed]
+) -> tuple[Trigger, str]:
+    """The trigger of a change, and its reason in words."""
+    holds = max((speeds[tp].request_tokens for tp in serving.counts), default=0)
+    if now.longest_tokens > holds:
+        return Trigger.LONG_CONTEXT, f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"
+    for row in rows:
+        if not _meets(row, serving.counts) and _meets(row, best.counts):
+            terms = row.demand.terms
+            return Trigger.PRIORITY, (
+                f"tier {terms.tier} ({terms.ttft_ms:g} / {terms.tpot_ms:g} ms) has requests, whose targets "
+                f"{serving} cannot meet"
+                if terms.ttft_ms is not None and terms.tpot_ms is not None
+                else f"tier {terms.tier} has requests, which {serving} cannot serve"
+            )
+    load = sum(row.offered_rps for row in rows)
+    ends = [sum(option.worth.carried_rps.values()) for option in (serving, best)]
+    times = [_mean_ms(option, rows) for option in (serving, best)]
+    return Trigger.LOAD, (
+        f"load {load:.3g} req/s: {serving} carries {ends[0]:.3g} in {times[0]:.0f} ms each, {best} {ends[1]:.3g} in "
+        f"{times[1]:.0f} ms"
+    )
+
+
+def _mean_ms(option: Option, rows: Sequence[Row]) -> float:
+    carried = option.worth.carried_rps
+    total = sum(carried.values())
+    return (
+        sum(carried[row.tier] * option.worth.time_ms[row.tier] for row in rows if carried[row.tier]) / total
+        if total
+        else 0.0
+    )

@@ -1,0 +1,70 @@
+"""What a switch of layout costs now: how long it pauses requests, learned from the switches that were made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from sglang_adapt.core.layout import Layout
+
+_LEARN = 0.3
+_MOST_WORSE = 4.0
+"""One odd switch changes what is known by no more than this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What an engine has: requests, and bytes of their KV over all its GPUs."""
+
+    requests: int = 0
+    kv_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """How long a switch pauses the requests of the engines that leave.
+
+    Attributes:
+        fixed_ms: beside the copy.
+        bytes_per_s: of KV copied, over all GPUs.
+    """
+
+    fixed_ms: float
+    bytes_per_s: float
+
+    def pause_ms(self, kv_bytes: float) -> float:
+        return self.fixed_ms + 1e3 * kv_bytes / self.bytes_per_s
+
+    def learned(self, pause_ms: float, kv_bytes: float) -> Price:
+        """After a switch that copied `kv_bytes` in a pause of `pause_ms`; the larger part is corrected."""
+        if pause_ms <= 0:
+            return self
+        copy_ms = 1e3 * kv_bytes / self.bytes_per_s
+        ratio = min(_MOST_WORSE, max(1 / _MOST_WORSE, pause_ms / (self.fixed_ms + copy_ms)))
+        step = ratio**_LEARN
+        if copy_ms > self.fixed_ms:
+            return replace(self, bytes_per_s=self.bytes_per_s / step)
+        return replace(self, fixed_ms=self.fixed_ms * step)
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What one switch would cost.
+
+    Attributes:
+        requests: that it pauses.
+        kv_bytes: that it copies.
+        pause_ms: how long.
+    """
+
+    requests: int
+    kv_bytes: float
+    pause_ms: float
+
+
+def bill(price: Price, before: Layout, after: Layout, running: Mapping[str, Running]) -> Bill:
+    """For the engines that are in `before` only."""
+    leaving: Iterable[str] = (engine.name for engine in before.engines if engine not in after.engines)
+    moved = [running.get(name, Running()) for name in leaving]
+    kv_bytes = sum(one.kv_bytes for one in moved)
+    return Bill(sum(one.requests for one in moved), kv_bytes, price.pause_ms(kv_bytes))

@@ -1,0 +1,337 @@
+"""The planner: what it chooses and when, and what holds for any demand."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_adapt.core.layout import Layout, parse_layout, uniform_layout
+from sglang_adapt.policy.assign import greedy, place
+from sglang_adapt.policy.demand import Arrivals, Demand, Terms, Unfinished, Window, demands
+from sglang_adapt.policy.efficiency import Speed, estimate
+from sglang_adapt.policy.limits import Bounds
+from sglang_adapt.policy.planner import CALM, STARVED, History, Plan, Situation, Trigger, plan
+from sglang_adapt.policy.price import Price, Running
+from sglang_adapt.policy.worth import Appraiser, Row
+
+CHEAP = Price(fixed_ms=20.0, bytes_per_s=1e11)
+
+
+class Line:
+    """Times that are straight lines: a fixed part, and so much for each token or request."""
+
+    def __init__(self, prefill_ms: float, token_ms: float, step_ms: float, request_ms: float) -> None:
+        self._figures = (prefill_ms, token_ms, step_ms, request_ms)
+
+    def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
+        return self._figures[0] + self._figures[1] * tokens if tokens > 0 else 0.0
+
+    def decode_ms(self, batch: float, context: float) -> float:
+        return self._figures[2] + self._figures[3] * batch if batch > 0 else 0.0
+
+
+def speed(tp: int, line: Line, request_tokens: int = 4000) -> Speed:
+    return Speed(tp, line, Bounds(16, 2048, 64), 40_000 * tp, request_tokens)
+
+
+# Alone twice as wide is 1.6 times as fast, but two narrow engines carry more than a wide one.
+SPEEDS = (
+    speed(1, Line(2, 0.02, 8.0, 0.2)),
+    speed(2, Line(2, 0.012, 5.0, 0.18)),
+    speed(4, Line(2, 0.008, 3.2, 0.17)),
+)
+
+
+def demand(
+    rate: float, tier: str = "all", ttft: float | None = None, tpot: float | None = None, weight: float = 1.0
+) -> Demand:
+    return Demand(Terms(tier, weight, ttft, tpot), rate, 500, 100)
+
+
+def situation(*asked: Demand, layout: str = "tp1@0,tp1@1,tp1@2,tp1@3", **more: object) -> Situation:
+    known = {"speeds": SPEEDS, "gpus": 4, "running": {}, "price": CHEAP} | more
+    return Situation(asked, layout=parse_layout(layout, (1, 2, 4), known["gpus"]), **known)  # type: ignore[arg-type]
+
+
+def follow(now: Situation, windows: int) -> list[Plan]:
+    """The plans of so many windows of the same demand; each switch is made."""
+    plans = []
+    for _ in range(windows):
+        plans.append(plan(now))
+        now = replace(now, layout=plans[-1].layout, history=plans[-1].history)
+    return plans
+
+
+def moves(plans: list[Plan]) -> int:
+    return sum(one.move for one in plans)
+
+
+ONES, FOUR = "tp1@0,tp1@1,tp1@2,tp1@3", "tp4@0-3"
+
+
+def test_wide_at_low_load_after_a_calm_time() -> None:
+    plans = follow(situation(demand(1.0)), CALM + 2)
+    assert [one.move for one in plans] == [False] * (CALM - 1) + [True, False, False]
+    assert str(plans[-1].layout) == FOUR
+    assert (plans[CALM - 1].trigger, plans[0].trigger) == (Trigger.LOAD, Trigger.LOAD)
+    assert f"for 1 of {CALM} windows" in plans[0].reason
+
+
+def test_narrow_at_once_when_the_load_needs_it() -> None:
+    decided = plan(situation(demand(100.0), layout=FOUR))
+    assert (decided.move, str(decided.layout), decided.trigger) == (True, ONES, Trigger.LOAD)
+    assert "carries" in decided.reason
+
+
+def test_wide_when_nobody_asks() -> None:
+    assert str(follow(situation(demand(0.0)), CALM)[-1].layout) == FOUR
+
+
+def test_what_waits_is_load() -> None:
+    # Nothing arrives, but more waits than a wide engine ends within the horizon.
+    queue = replace(demand(0.0), unfinished=Unfinished(600, 540))
+    assert str(plan(situation(queue, layout=FOUR)).layout) == ONES
+
+
+def test_long_requests_that_run_are_not_counted_twice() -> None:
+    # One request a second that takes 20 s keeps 20 running; that is a load of one a second, or of two if they are slow.
+    terms = Terms("all")
+    long = Demand(terms, 1.0, 500, 2500, Unfinished(20, 0))
+    assert long.offered_rps(alone_ms=20_000, horizon_s=5.0) == 1.0
+    assert replace(long, unfinished=Unfinished(80, 0)).offered_rps(20_000, 5.0) == 2.0
+
+
+def test_a_tight_tier_gets_a_wide_engine_at_once_and_the_others_stay_narrow() -> None:
+    loose, strict = demand(58.0, "loose", 3000, 40), demand(2.0, "strict", 400, 8, weight=4)
+    # Here TP 2 carries less, so that what the loose tier needs decides.
+    speeds = (SPEEDS[0], speed(2, Line(2, 0.012, 5.0, 0.4)), SPEEDS[2])
+    decided = plan(situation(loose, strict, speeds=speeds))
+    assert (decided.move, decided.trigger) == (True, Trigger.PRIORITY)
+    assert "tier strict (400 / 8 ms)" in decided.reason
+    wide = [name for name, tiers in decided.tiers.items() if "strict" in tiers]
+    assert [name[:3] for name in wide] == ["tp2"]
+    assert str(decided.layout) == "tp2@0-1,tp1@2,tp1@3"
+    # When it has gone, the GPUs are released.
+    after = follow(
+        replace(
+            situation(demand(75.0, "loose", 3000, 40), speeds=speeds), layout=decided.layout, history=decided.history
+        ),
+        6,
+    )
+    assert str(after[-1].layout) == ONES
+
+
+def test_a_long_request_gets_an_engine_that_holds_it() -> None:
+    speeds = tuple(replace(one, request_tokens=4000 * one.tp) for one in SPEEDS)
+    decided = plan(situation(demand(50.0), speeds=speeds, longest_tokens=6000))
+    assert (decided.move, decided.trigger) == (True, Trigger.LONG_CONTEXT)
+    assert str(decided.layout) == "tp2@0-1,tp1@2,tp1@3"
+    assert "a request of 6000 tokens" in decided.reason
+    assert not plan(situation(demand(50.0), speeds=speeds, longest_tokens=4000)).move
+
+
+def test_the_group_with_least_to_move_is_taken() -> None:
+    speeds = tuple(replace(one, request_tokens=4000 * one.tp) for one in SPEEDS)
+    running = {"tp1@0": Running(9, 9e9), "tp1@3": Running(1, 1e6)}
+    decided = plan(situation(demand(50.0), speeds=speeds, longest_tokens=6000, running=running))
+    assert str(decided.layout) == "tp1@0,tp1@1,tp2@2-3"
+    assert (decided.bill.requests, decided.bill.kv_bytes) == (1, 1e6)
+
+
+def test_a_switch_that_costs_more_than_it_gains_is_not_made() -> None:
+    running = {f"tp1@{gpu}": Running(2, 2e9) for gpu in range(4)}
+    dear = Price(fixed_ms=20.0, bytes_per_s=1e9)
+    assert moves(follow(situation(demand(10.0), running=running, price=dear), 10)) == 0
+    stays = plan(situation(demand(10.0), running=running, price=dear))
+    assert (str(stays.wanted), stays.bill.pause_ms) == (FOUR, 8020.0)
+    assert "a switch would cost" in stays.reason
+    assert moves(follow(situation(demand(10.0), running=running), 10)) == 1
+
+
+def test_a_price_is_learned_from_switches() -> None:
+    price = CHEAP
+    for _ in range(30):
+        price = price.learned(pause_ms=100.0, kv_bytes=0.0)
+    assert price.fixed_ms == pytest.approx(100.0, rel=0.05)
+    for _ in range(60):
+        price = price.learned(pause_ms=1100.0, kv_bytes=20e9)
+    assert price.pause_ms(20e9) == pytest.approx(1100.0, rel=0.05)
+    assert CHEAP.learned(0.0, 5.0) == CHEAP
+
+
+def test_tiers_of_which_each_needs_another_layout_take_turns() -> None:
+    # On two GPUs: TTFT is met at TP 2 only, TPOT at TP 1 only.
+    speeds = (speed(1, Line(2, 0.6, 5.0, 0.1)), speed(2, Line(2, 0.05, 50.0, 0.1)))
+    first, second = demand(1.0, "first", 150, 900), demand(1.0, "second", 900, 20, weight=9)
+    now = Situation((first, second), speeds, 2, uniform_layout(1, 2), {}, CHEAP)
+    plans = follow(now, 40)
+    served = Counter(str(one.layout) for one in plans)
+    assert served.keys() == {"tp2@0-1", "tp1@0,tp1@1"}
+    assert moves(plans) >= 2
+    assert longest_wait([first, second], now, plans) <= STARVED + 2
+
+
+def row(asked: Demand, offered: float) -> Row:
+    return Row(asked, offered, {one.tp: estimate(asked, one) for one in SPEEDS})
+
+
+def test_engines_that_serve_stay() -> None:
+    current = parse_layout("tp1@0,tp1@1,tp2@2-3", (1, 2), 4)
+    assert str(place({2: 1, 1: 2}, 4, current, {"tp2@2-3": 9e9})) == "tp1@0,tp1@1,tp2@2-3"
+    assert str(place({2: 2}, 4, current, {"tp2@2-3": 9e9})) == "tp2@0-1,tp2@2-3"
+    with pytest.raises(ValueError, match="are not 4 GPUs"):
+        place({2: 1}, 4, current, {})
+
+
+def test_greedy_gives_by_weight_and_unmet_load_and_wastes_nothing() -> None:
+    heavy, light = demand(60.0, "heavy", 3000, 40), demand(60.0, "light", 3000, 40)
+    even = greedy([row(heavy, 60.0), row(light, 60.0)], (1, 2, 4), 4)
+    assert even == {"heavy": {1: 2}, "light": {1: 2}}
+    weighted = greedy([row(demand(60.0, "heavy", 3000, 40, weight=9), 60.0), row(light, 60.0)], (1, 2, 4), 4)
+    assert weighted == {"heavy": {1: 3}, "light": {1: 1}}
+    more = greedy([row(heavy, 60.0), row(light, 15.0)], (1, 2, 4), 4)
+    assert more == {"heavy": {1: 3}, "light": {1: 1}}
+    # A tier whose targets only a wide engine meets gets one; what nobody needs is given as well.
+    strict = greedy([row(demand(2.0, "strict", 400, 4.5), 2.0)], (1, 2, 4), 8)
+    assert sum(tp * number for tp, number in strict["strict"].items()) == 8
+    assert strict["strict"][4] >= 1
+    assert greedy([], (1, 2, 4), 4) == {}
+
+
+def test_a_loose_tier_that_shares_an_engine_is_held_to_the_tightest_targets() -> None:
+    loose, strict = demand(90.0, "loose", 3000, 40), demand(1.0, "strict", 400, 8)
+    rows = [row(loose, 90.0), row(strict, 1.0)]
+    shared = Appraiser(rows, {one.tp: one for one in SPEEDS})
+    # One wide engine for both, as against one for each.
+    alone = Appraiser(rows[:1], shared.speeds).worth({4: 1}).carried_rps["loose"]
+    assert shared.worth({4: 1}).carried_rps["loose"] < 0.8 * alone
+    assert shared.worth({4: 2}).carried_rps["loose"] > alone
+    assert shared.worth({4: 1}).carried_rps["strict"] == 1.0
+    assert shared.worth({1: 4}).carried_rps["strict"] == 0.0
+
+
+# What holds for any demand.
+
+lines = st.builds(
+    Line,
+    st.sampled_from((1.0, 20.0, 200.0)),
+    st.sampled_from((0.0, 0.01, 0.3)),
+    st.sampled_from((2.0, 8.0, 40.0)),
+    st.sampled_from((0.01, 0.2, 3.0)),
+)
+targets = st.sampled_from(((None, None), (100.0, 5.0), (400.0, 10.0), (2000.0, 60.0), (150.0, 900.0), (9000.0, 20.0)))
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    sizes = draw(st.sampled_from(((1, 2), (1, 2, 4), (2, 4), (1, 4, 8), (1, 2, 4, 8))))
+    gpus = sizes[-1] * draw(st.integers(1, 3))
+    holds = draw(st.sampled_from((700, 4000)))
+    speeds = tuple(speed(tp, draw(lines), holds * tp) for tp in sizes)
+    asked = []
+    for number in range(draw(st.integers(1, 4))):
+        ttft, tpot = draw(targets)
+        rate = draw(st.sampled_from((0.0, 0.3, 3.0, 30.0, 300.0)))
+        running = draw(st.integers(0, 40))
+        queue = Unfinished(running, draw(st.integers(0, running)))
+        prompt, output = draw(st.integers(1, 3000)), draw(st.integers(1, 800))
+        weight = draw(st.sampled_from((0.5, 1.0, 8.0)))
+        asked.append(Demand(Terms(f"t{number}", weight, ttft, tpot), rate, prompt, output, queue))
+    engines = []
+    first = 0
+    while first < gpus:
+        tp = draw(st.sampled_from([tp for tp in sizes if first % tp == 0 and first + tp <= gpus]))
+        engines.append(f"tp{tp}@{first}" + (f"-{first + tp - 1}" if tp > 1 else ""))
+        first += tp
+    layout = parse_layout(",".join(engines), sizes, gpus)
+    running = {engine.name: Running(draw(st.integers(0, 9)), draw(st.integers(0, 10**9))) for engine in layout.engines}
+    longest = draw(st.sampled_from((0, 500, 2000)))
+    return Situation(tuple(asked), speeds, gpus, layout, running, CHEAP, longest)
+
+
+def longest_wait(asked: list[Demand], now: Situation, plans: list[Plan]) -> int:
+    """Windows in a row that a tier with requests had no engine that meets its targets, although one could."""
+    worst = 0
+    for one in asked:
+        waited = 0
+        for decided in plans:
+            row = next(row for row in decided.rows if row.tier == one.terms.tier)
+            met = not row.sizes or any(engine.tp in row.sizes for engine in decided.layout.engines)
+            waited = 0 if met else waited + 1
+            worst = max(worst, waited)
+    return worst
+
+
+@given(situations())
+@settings(max_examples=150, deadline=None)
+def test_gpus_are_always_exactly_partitioned_and_the_same_input_gives_the_same_plan(now: Situation) -> None:
+    decided = plan(now)
+    sizes = [one.tp for one in now.speeds]
+    for layout in (decided.layout, decided.wanted):
+        # Refuses gaps, overlaps and groups that are not aligned.
+        assert parse_layout(str(layout), sizes, now.gpus) == layout
+    assert decided.layout == (decided.wanted if decided.move else now.layout)
+    assert decided == plan(now)
+    assert set(decided.tiers) == {engine.name for engine in decided.wanted.engines}
+    # Each tier that is asked for has an engine, and no engine is there for nobody.
+    assert {tier for tiers in decided.tiers.values() for tier in tiers} == {row.tier for row in decided.rows}
+    assert all(decided.tiers.values())
+
+
+@given(situations())
+@settings(max_examples=80, deadline=None)
+def test_no_tier_waits_for_an_engine_longer_than_stated(now: Situation) -> None:
+    plans = follow(now, 3 * (STARVED + len(now.demands)))
+    asked = [one for one in now.demands if one.is_there]
+    assert longest_wait(asked, now, plans) <= STARVED + len(now.demands)
+
+
+@given(situations())
+@settings(max_examples=80, deadline=None)
+def test_constant_load_does_not_flap(now: Situation) -> None:
+    plans = follow(now, 30)
+    allowed = 2
+    if any(one.history.waited for one in plans[CALM:]):
+        # Tiers that exclude one another take turns, no faster than they may wait.
+        allowed = 2 + 30 * len(now.demands) // STARVED
+    assert moves(plans) <= allowed
+    if allowed == 2:
+        assert moves(plans[2 * CALM :]) == 0
+
+
+@pytest.mark.parametrize("rate", [2, 15, 35, 45, 55, 65, 75, 90])
+def test_chance_in_arrivals_does_not_flap(rate: int) -> None:
+    """Poisson arrivals of a constant rate, 200 windows of a second."""
+    chance = random.Random(rate)
+    windows: list[Window] = []
+    layout: Layout = uniform_layout(1, 4)
+    history, made = History(), 0
+    for _ in range(200):
+        number = sum(chance.random() < rate / 1000 for _ in range(1000))
+        windows.append(Window(1.0, {"all": Arrivals(number, 500 * number, number, 100 * number)}))
+        asked = demands([Terms("all")], windows[-5:], {}, {})
+        decided = plan(Situation(asked, SPEEDS, 4, layout, {}, CHEAP, history=history))
+        layout, history, made = decided.layout, decided.history, made + decided.move
+    assert made <= 4
+
+
+def test_a_burst_counts_at_once_and_a_pause_does_not() -> None:
+    def of(*requests: int) -> float:
+        windows = [Window(1.0, {"all": Arrivals(number, 7 * number)}) for number in requests]
+        return demands([Terms("all")], windows, {}, {})[0].rate_rps
+
+    assert of(1, 1, 1, 20, 20) == 20
+    assert of(20, 20, 20, 1, 1) == pytest.approx(12.4)
+
+
+def test_lengths_are_remembered_when_nothing_comes() -> None:
+    seen = Window(1.0, {"all": Arrivals(2, 600, 4, 100)})
+    first = demands([Terms("all")], [seen], {}, {})[0]
+    assert (first.prompt_tokens, first.output_tokens) == (300, 25)
+    later = demands([Terms("all")], [Window(1.0, {})], {}, {"all": first})[0]
+    assert (later.rate_rps, later.prompt_tokens, later.output_tokens) == (0, 300, 25)

@@ -1,0 +1,160 @@
+"""A server whose layout follows low load and bursts (`--adapt-policy auto`), on two virtual GPUs.
+
+On two CPU cores a wide engine is never quicker, so the planner is given a profile in which it is, as on GPUs: what is
+tested is that the layout follows, not that it pays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from switch_client import HTTP, LIMIT_S, Answer, ask, layout_of, prompt, switch
+
+from server import Server
+from sglang_adapt.core.overheads import VIRTUAL_GPU
+from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, TpProfile, write_profile
+from sglang_adapt.demo import demo_model_path
+from sglang_adapt.upstream.front import parse_server_args, profile_key
+
+pytestmark = pytest.mark.engine
+
+ONES, TWO = "tp1@0,tp1@1", "tp2@0-1"
+TOKENS = 16
+CLIENTS = 16
+PAUSE_S = 0.7
+"""Between the requests of the low load, as its clients have it: at most one and a half a second."""
+
+
+def profile(path: Path) -> Path:
+    """At TP 2 a request alone takes half the time, and 64 take twelve times that of TP 1."""
+    args = parse_server_args(["--model-path", str(demo_model_path()), "--dtype", "float32"])
+    prefill = tuple(PrefillPoint(tokens, 0, 4.0 + 0.01 * tokens) for tokens in (16, 1024))
+
+    def size(tp: int, one_ms: float, many_ms: float) -> TpProfile:
+        steps = ((1, one_ms), (64, many_ms))
+        return TpProfile(
+            tp, prefill, tuple(DecodePoint(batch, context, ms) for batch, ms in steps for context in (1, 4096))
+        )
+
+    write_profile(path, Profile(profile_key(args, VIRTUAL_GPU), (size(1, 8.0, 20.0), size(2, 4.0, 250.0))))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    file = profile(tmp_path_factory.mktemp("profile") / "profile.json")
+    flags = ["--adapt-virtual-gpus", "2", "--adapt-policy", "auto", "--adapt-interval", "0.3", "--enable-metrics"]
+    return start("follows", *flags, "--adapt-profile", str(file))
+
+
+@pytest.fixture(scope="module")
+def expected(stock: Server) -> list[tuple[dict[str, Any], Answer]]:
+    """Requests, and stock's greedy answers to them."""
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    asked = [{"input_ids": prompt(20 + 5 * at, at), "sampling_params": sampling, "stream": True} for at in range(8)]
+    return [(body, ask(stock, body)) for body in asked]
+
+
+def low_load(server: Server, expected: list[tuple[dict[str, Any], Answer]], until: Callable[[], bool]) -> int:
+    """One request at a time, at most one each `PAUSE_S`; returns how many."""
+    deadline = time.monotonic() + LIMIT_S
+    for number in count():
+        if until():
+            return number
+        assert time.monotonic() < deadline, layout_of(server)
+        due = time.monotonic() + PAUSE_S
+        body, answer = expected[number % len(expected)]
+        assert ask(server, body).equals(answer)
+        time.sleep(max(0.0, due - time.monotonic()))
+    raise AssertionError
+
+
+@contextmanager
+def burst(server: Server, expected: list[tuple[dict[str, Any], Answer]]) -> Iterator[list[int]]:
+    """As many requests at a time as there are clients, while it lasts; the list has a number for each answer."""
+    stop = threading.Event()
+    right: list[int] = []
+
+    def client(number: int) -> None:
+        for turn in count(number):
+            if stop.is_set():
+                return
+            body, answer = expected[turn % len(expected)]
+            assert ask(server, body).equals(answer)
+            right.append(number)
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(client, number) for number in range(CLIENTS)]
+        try:
+            yield right
+        finally:
+            stop.set()
+        for one in clients:
+            one.result(LIMIT_S)
+
+
+def wait_for(condition: Callable[[], bool], server: Server) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, layout_of(server)
+        time.sleep(0.05)
+
+
+def active(server: Server) -> str:
+    layout: str = HTTP.get(f"{server.url}/adapt/engines").json()["layout"]
+    return layout
+
+
+def test_the_layout_follows_and_all_answers_are_stocks(
+    server: Server, expected: list[tuple[dict[str, Any], Answer]]
+) -> None:
+    for _ in range(2):
+        low_load(server, expected, lambda: active(server) == TWO)
+        with burst(server, expected) as right:
+            wait_for(lambda: active(server) == ONES, server)
+            wanted = len(right) + CLIENTS
+            wait_for(lambda right=right, wanted=wanted: len(right) >= wanted, server)
+    low_load(server, expected, lambda: active(server) == TWO)
+    said = layout_of(server)
+    assert (said["policy"], said["control"], said["trigger"], said["active"]) == ("auto", "planner", "load", TWO)
+    assert {one["outcome"] for one in said["switches"]} == {"switched"}
+    assert [one["to"] for one in said["switches"]].count(ONES) >= 2
+    assert all(one["reason"].startswith("load: load ") for one in said["switches"])
+    # Requests moved with it.
+    assert sum(sum(one["requests"].values()) for one in said["switches"]) > 0
+    metrics = HTTP.get(f"{server.url}/metrics").text
+    moves = [line for line in metrics.splitlines() if line.startswith("sglang_adapt:plans_total") and '"move"' in line]
+    made = sum(float(line.split()[-1]) for line in moves if 'trigger="load"' in line)
+    assert made >= len(said["switches"])
+
+
+def test_an_operator_takes_control_and_gives_it_back(
+    server: Server, expected: list[tuple[dict[str, Any], Answer]]
+) -> None:
+    assert switch(server, ONES).status_code == 200
+    before = layout_of(server)
+    assert (before["control"], before["trigger"]) == ("operator", "operator")
+    # The planner goes on to tell what it would do, and does not do it.
+    low_load(server, expected, lambda: (layout_of(server)["planner"] or {}).get("move", False))
+    assert active(server) == ONES
+    assert switch(server, "auto").json() == {"active": ONES, "control": "planner"}
+    low_load(server, expected, lambda: active(server) == TWO)
+
+
+def test_what_the_planner_would_do(server: Server) -> None:
+    url = f"{server.url}/adapt/plan"
+    wide, narrow = HTTP.get(f"{url}?rates=0.5").json(), HTTP.get(f"{url}?rates=50").json()
+    assert wide["options"][0]["engines"] == "1 x TP 2"
+    assert narrow["options"][0]["engines"] == "2 x TP 1"
+    capacity = {row["tp"]: row["capacity_rps"] for row in narrow["estimates"]}
+    assert capacity[2] < 50 < 2 * capacity[1]
+    assert HTTP.get(f"{url}?rates=gold:5").status_code == 400
+    assert "rates=strict:5" in HTTP.get(f"{url}?rates=many").text
