@@ -507,3 +507,17 @@ def test_a_source_that_dies_around_its_answer_is_not_moved_twice(dead: str, turn
         assert node.router.engines[dead].state is EngineState.READY
 
     run(story)
+
+
+def test_an_engine_that_enters_and_dies_while_the_others_tell_their_requests() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.during[("tp1@0", "SnapshotCall")] = lambda: node.die("tp2@0-1")
+        node.turns[("tp1@0", "SnapshotCall")] = 20_000
+        with pytest.raises(SwitchRefusedError, match="tp2@0-1 has died"):
+            await node.switch(TWO)
+        await node.settle()
+        node.check()
+        assert {name: len(rids) for name, rids in node.where().items()} == {"tp1@0": 2, "tp1@1": 2}
+
+    run(story)

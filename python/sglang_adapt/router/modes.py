@@ -210,7 +210,7 @@ class Modes:
         with switch.phase("prepare"):
             await self._prepare(switch)
         switch.epoch = self._pools.begin_epoch()
-        precopy = Precopy(self._pools, self._handoff)
+        precopy = Precopy(self._pools, self._handoff, lambda spec: self._engine(spec).state is EngineState.READY)
         exports: list[Export] = []
         try:
             if switch.strategy in (Strategy.AUTO, Strategy.MIGRATE):

@@ -49,11 +49,13 @@ class Precopy:
     Args:
         pools: whose blocks are whose.
         handoff: asks an engine's ranks.
+        ready: is an engine up?
     """
 
-    def __init__(self, pools: Pools, handoff: Handoff) -> None:
+    def __init__(self, pools: Pools, handoff: Handoff, ready: Callable[[EngineSpec], bool]) -> None:
         self._pools = pools
         self._handoff = handoff
+        self._ready = ready
         self._snapshots: dict[tuple[EngineSpec, str], Snapshot] = {}
         self._sent: dict[str, Sent] = {}
 
@@ -98,6 +100,9 @@ class Precopy:
             self._snapshots[spec, request.rid] = Snapshot(request, [answer.blocks[at] for answer in answers])
 
     async def _send(self, switch: Switch, spec: EngineSpec, group: Sequence[tuple[EngineSpec, Snapshot]]) -> None:
+        if not self._ready(spec):
+            # Dead since the switch began, perhaps gone already: nothing may wait for that.
+            return
         pools, deaths = self._pools, self._pools.deaths(spec)
         page = pools.settings.geometry.tokens_per_block(spec.tp)
         counts = [snapshot.request.ahead // page for _, snapshot in group]
