@@ -6,7 +6,7 @@ router says so, whatever becomes of the source's processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitCopier
 from sglang_adapt.kv.copy import DirectExecutor
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.lanes import Lane
-from sglang_adapt.kv.plan import CopyBatch, RequestCopy
+from sglang_adapt.kv.plan import CopyBatch, RequestCopy, batches_to
 from sglang_adapt.kv.plan_build import build_plans
 from sglang_adapt.memory import Region, RegionHandle, attach
 
@@ -97,7 +97,7 @@ class KvCopies:
         return whole.view(self._own.dtype).view(self._geometry.region_shape)
 
     def _batches(self, call: AdoptCall | PrecopyCall) -> list[CopyBatch]:
-        moves: dict[tuple[int, ...], list[RequestCopy]] = {}
+        copies: list[tuple[Sequence[int], RequestCopy]] = []
         for at, (request, source) in enumerate(zip(call.requests, call.sources, strict=True)):
             if isinstance(call, PrecopyCall):
                 first, end = 0, request.ahead
@@ -112,8 +112,8 @@ class KvCopies:
                 np.asarray([by_request[at] for by_request in call.blocks], dtype=np.int32),
                 first,
             )
-            moves.setdefault(tuple(source.gpus), []).append(copy)
-        return [CopyBatch(gpus, self._gpus, tuple(requests)) for gpus, requests in moves.items()]
+            copies.append((source.gpus, copy))
+        return batches_to(self._gpus, copies)
 
 
 def handles_of(regions: dict[str, object]) -> dict[int, RegionHandle]:

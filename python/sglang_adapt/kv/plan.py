@@ -10,6 +10,7 @@ over layers and requests is that of Nitsum, 3.2.2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,14 @@ class CopyBatch:
     source: tuple[int, ...]
     dest: tuple[int, ...]
     requests: tuple[RequestCopy, ...]
+
+
+def batches_to(dest: tuple[int, ...], copies: Iterable[tuple[Sequence[int], RequestCopy]]) -> list[CopyBatch]:
+    """The copies to the engine on GPUs `dest`, each given with the GPUs of its source engine, a batch a source."""
+    batches: dict[tuple[int, ...], list[RequestCopy]] = {}
+    for source, copy in copies:
+        batches.setdefault(tuple(source), []).append(copy)
+    return [CopyBatch(source, dest, tuple(requests)) for source, requests in batches.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,13 +186,11 @@ def estimate(
         batch = engine.largest(engine.most)
         if batch and tpot_ms is not None:
             batch = engine.largest_cut(batch)
-    if not batch:
-        _, ttft, tpot = engine.at(_ALONE)
-        alone = ttft + (engine.output - 1) * tpot
-        return Estimate(speed.tp, 0.0, ttft, tpot, 0.0, (0.0,), (alone,))
-    # Close together where the batch is small: there the rate rises fastest.
     _, ttft, tpot = engine.at(_ALONE)
     found = Estimate(speed.tp, 0.0, ttft, tpot, 0.0, (0.0,), (ttft + (engine.output - 1) * tpot,))
+    if not batch:
+        return found
+    # Close together where the batch is small: there the rate rises fastest.
     for power in _POWERS:
         there = min(1.0, batch) * max(1.0, batch) ** power
         rate, ttft, tpot = engine.at(there)

@@ -27,7 +27,7 @@ from sglang_adapt.core.handoff import (
 )
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.kv.ledger_format import LedgerError
-from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy
+from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy, batches_to
 from sglang_adapt.policy.carry import HEADROOM_BLOCKS, Carriage, Mover, Room
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError
 from sglang_adapt.router.pools import Pools
@@ -198,10 +198,9 @@ class Precopy:
 def _copies(
     spec: EngineSpec, group: Sequence[tuple[EngineSpec, Snapshot]], pages: Sequence[IntArray]
 ) -> list[CopyBatch]:
-    batches: dict[tuple[int, ...], list[RequestCopy]] = {}
+    copies: list[tuple[Sequence[int], RequestCopy]] = []
     for (source, snapshot), mine in zip(group, pages, strict=True):
         if snapshot.request.ahead:
             blocks = np.asarray(snapshot.blocks, dtype=np.int32)
-            copy = RequestCopy(snapshot.request.rid, snapshot.request.ahead, blocks, mine)
-            batches.setdefault(tuple(source.gpus), []).append(copy)
-    return [CopyBatch(gpus, tuple(spec.gpus), tuple(requests)) for gpus, requests in batches.items()]
+            copies.append((source.gpus, RequestCopy(snapshot.request.rid, snapshot.request.ahead, blocks, mine)))
+    return batches_to(tuple(spec.gpus), copies)

@@ -16,7 +16,7 @@ import numpy as np
 from sglang_adapt.core.block_ids import pack_ids
 from sglang_adapt.core.handoff import AdoptCall, CarriedRequest, KvSource
 from sglang_adapt.core.layout import EngineSpec, Layout
-from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy
+from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy, batches_to
 from sglang_adapt.policy.carry import Strategy
 
 Blocks = list[list[int]]
@@ -144,7 +144,7 @@ def deal(arrivals: Sequence[Arrival], page: int, reserved: IntArray) -> list[Blo
 
 def copies_of(spec: EngineSpec, arrivals: Sequence[Arrival], blocks: Sequence[Blocks]) -> list[CopyBatch]:
     """The copies that bring the arrivals' KV to an engine, for the ledgers."""
-    batches: dict[tuple[int, ...], list[RequestCopy]] = {}
+    copies: list[tuple[Sequence[int], RequestCopy]] = []
     for at, arrival in enumerate(arrivals):
         request = arrival.request
         if arrival.source is not None and request.kv_tokens > request.ahead:
@@ -155,8 +155,8 @@ def copies_of(spec: EngineSpec, arrivals: Sequence[Arrival], blocks: Sequence[Bl
                 np.asarray([rank[at] for rank in blocks], dtype=np.int32),
                 request.ahead,
             )
-            batches.setdefault(tuple(arrival.source.spec.gpus), []).append(copy)
-    return [CopyBatch(gpus, tuple(spec.gpus), tuple(requests)) for gpus, requests in batches.items()]
+            copies.append((arrival.source.spec.gpus, copy))
+    return batches_to(tuple(spec.gpus), copies)
 
 
 def adopt_call(epoch: int, arrivals: Sequence[Arrival], blocks: Sequence[Blocks], grow: IntArray) -> AdoptCall:

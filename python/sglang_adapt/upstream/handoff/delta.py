@@ -14,10 +14,9 @@ from typing import Any
 from msgspec.structs import asdict
 
 from sglang_adapt.core.handoff import CarriedRequest
-from sglang_adapt.upstream.handoff.pack import Unpacked, UnpackError, narrow, wide
-from sglang_adapt.upstream.handoff.state import CARRIED
+from sglang_adapt.upstream.handoff.pack import Unpacked, clocks_of, narrow, read, wide
+from sglang_adapt.upstream.handoff.state import CARRIED, PLAIN
 
-_PLAIN = (bool, int, float, str, type(None))
 _PARAMS = "sampling_params"
 _NOTHING = array("q")
 
@@ -66,13 +65,13 @@ def state_of(req: Any) -> State:
     for name, value in vars(req).items():
         if name not in CARRIED or name == _PARAMS:
             continue
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             plain[name] = value
         elif type(value) is array:
             lists[name] = (value, len(value))
         else:
             pickles[name] = _pickle(value)
-    return State(plain, lists, pickles, asdict(req.sampling_params), _clocks(req))
+    return State(plain, lists, pickles, asdict(req.sampling_params), clocks_of(req))
 
 
 def delta_of(req: Any, before: State) -> bytes | None:
@@ -90,7 +89,7 @@ def delta_of(req: Any, before: State) -> bytes | None:
         if name not in CARRIED or name == _PARAMS:
             continue
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             if name not in before.plain or type(before.plain[name]) is not kind or before.plain[name] != value:
                 attributes[name] = value
         elif kind is array:
@@ -106,7 +105,7 @@ def delta_of(req: Any, before: State) -> bytes | None:
             told.add(id(value))
         elif before.pickles.get(name) != _pickle(value):
             attributes[name] = value
-    clocks = {name: value for name, value in _clocks(req).items() if before.clocks.get(name) != value}
+    clocks = {name: value for name, value in clocks_of(req).items() if before.clocks.get(name) != value}
     return _pickle(_Delta(attributes, tails, clocks, req.grammar is not None))
 
 
@@ -116,24 +115,13 @@ def apply(before: Unpacked, carried: CarriedRequest) -> Unpacked:
     Raises:
         UnpackError: the delta cannot be read.
     """
-    try:
-        delta = pickle.loads(carried.delta)
-    except Exception as error:
-        raise UnpackError(
-            f"request {carried.rid}: what has changed cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(delta, _Delta):
-        raise UnpackError(f"request {carried.rid}: what has changed is a {type(delta).__name__}")
+    delta = read(carried.rid, carried.delta, _Delta)
     req = before.req
     vars(req).update(delta.attributes)
     for name, tail in delta.tails.items():
         getattr(req, name).extend(wide(tail))
     vars(req.time_stats).update(delta.clocks)
     return Unpacked(req, carried, delta.has_grammar)
-
-
-def _clocks(req: Any) -> dict[str, float]:
-    return {name: value for name, value in vars(req.time_stats).items() if type(value) in (int, float)}
 
 
 def _pickle(value: Any) -> bytes:

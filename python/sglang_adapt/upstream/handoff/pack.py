@@ -6,12 +6,14 @@ import copy
 import pickle
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
 from sglang_adapt.upstream.handoff.state import CARRIED, usual
+
+Content = TypeVar("Content")
 
 
 class UnpackError(RuntimeError):
@@ -48,8 +50,8 @@ class Unpacked:
     has_grammar: bool
 
 
-def pack(req: Any, kind: RequestKind, kv_tokens: int) -> CarriedRequest:
-    """The message of one request of stock's (`Req`); changes nothing."""
+def pack(req: Any, kind: RequestKind, kv_tokens: int, ahead: int = 0) -> CarriedRequest:
+    """The message of one request of stock's (`Req`), with its whole state; changes nothing."""
     known = usual()
     attributes = {
         name: value
@@ -59,10 +61,10 @@ def pack(req: Any, kind: RequestKind, kv_tokens: int) -> CarriedRequest:
     params = attributes["sampling_params"] = copy.copy(req.sampling_params)
     if isinstance(params.custom_params, dict):
         params.custom_params = {key: value for key, value in params.custom_params.items() if key != "__req__"}
-    clocks = {name: value for name, value in vars(req.time_stats).items() if type(value) in (int, float) and value}
+    clocks = {name: value for name, value in clocks_of(req).items() if value}
     tokens, aliases = _take_tokens(attributes)
     packed = _Packed(attributes, tokens, aliases, clocks, req.grammar is not None)
-    return describe(req, kind, kv_tokens, pickle.dumps(packed, protocol=pickle.HIGHEST_PROTOCOL))
+    return describe(req, kind, kv_tokens, pickle.dumps(packed, protocol=pickle.HIGHEST_PROTOCOL), ahead=ahead)
 
 
 def describe(
@@ -81,13 +83,8 @@ def unpack(carried: CarriedRequest, scheduler: Any) -> Unpacked:
     """
     from sglang.srt.managers.schedule_batch import Req
 
-    try:
-        packed = pickle.loads(carried.state)
-    except Exception as error:
-        raise UnpackError(
-            f"request {carried.rid}: its state cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(packed, _Packed) or packed.attributes["rid"] != carried.rid:
+    packed = read(carried.rid, carried.state, _Packed)
+    if packed.attributes["rid"] != carried.rid:
         raise UnpackError(f"request {carried.rid}: its state is not that of this request")
     attributes = packed.attributes
     attributes |= {name: wide(data) for name, data in packed.tokens.items()}
@@ -101,11 +98,26 @@ def unpack(carried: CarriedRequest, scheduler: Any) -> Unpacked:
         metrics_collector=scheduler.metrics_collector if scheduler.metrics_reporter.enable_metrics else None,
     )
     vars(req).update(attributes)
-    clocks = vars(req.time_stats)
-    clocks.update({name: type(value)() for name, value in clocks.items() if type(value) in (int, float)})
-    clocks.update(packed.clocks)
+    clocks = {name: type(value)() for name, value in clocks_of(req).items()}
+    vars(req.time_stats).update(clocks | packed.clocks)
     req.tokenizer = scheduler.tokenizer
     return Unpacked(req, carried, packed.has_grammar)
+
+
+def read(rid: str, data: bytes, kind: type[Content]) -> Content:
+    """What a pickle in the message of a request has. Raises UnpackError if it is not of that kind."""
+    try:
+        content = pickle.loads(data)
+    except Exception as error:
+        raise UnpackError(f"request {rid}: its state cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(content, kind):
+        raise UnpackError(f"request {rid}: its state is not that of this request")
+    return content
+
+
+def clocks_of(req: Any) -> dict[str, float]:
+    """The numbers of a request's `time_stats`."""
+    return {name: value for name, value in vars(req.time_stats).items() if type(value) in (int, float)}
 
 
 def _take_tokens(attributes: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, str]]:

@@ -52,8 +52,7 @@ class Snapshots:
         self._by_rid[req.rid] = _Snapshot(req, req.retraction_count, ahead, list(pages[: ahead // page_size]), state)
         if not first_rank:
             return None
-        carried = pack(req, RequestKind.RUNNING, tokens)
-        return describe(req, RequestKind.RUNNING, tokens, carried.state, ahead=ahead)
+        return pack(req, RequestKind.RUNNING, tokens, ahead)
 
     def all_pages(self) -> list[list[int]]:
         """For each request, in the order told, this rank's pages of the tokens in `ahead`."""
@@ -72,7 +71,5 @@ class Snapshots:
         state = self._by_rid[req.rid].state
         delta = None if state is None else delta_of(req, state)
         if delta is None:
-            return describe(
-                req, RequestKind.RUNNING, kv_tokens, pack(req, RequestKind.RUNNING, kv_tokens).state, ahead=ahead
-            )
+            return pack(req, RequestKind.RUNNING, kv_tokens, ahead)
         return describe(req, RequestKind.RUNNING, kv_tokens, b"", delta, ahead)

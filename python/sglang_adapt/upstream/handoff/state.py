@@ -123,7 +123,8 @@ REFUSED = {
 }
 """A request moves only if this attribute has the value of a new request; the text says what else it means."""
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
+"""Types whose values are compared as they are."""
 
 LATE = frozenset({"surr_and_decode_ids", "cur_decode_ids_len"})
 """Attributes of CARRIED that a new request does not have yet."""
@@ -176,7 +177,7 @@ def usual() -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(new_req()).items()
-        if name in CARRIED and type(value) in _PLAIN and type(other[name]) is type(value) and other[name] == value
+        if name in CARRIED and type(value) in PLAIN and type(other[name]) is type(value) and other[name] == value
     }
 
 
