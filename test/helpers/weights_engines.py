@@ -91,7 +91,7 @@ class EngineProcess:
         return value
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Output]:
-        return self.call(_generate, prompts, new_tokens)
+        return self.call(generate, prompts, new_tokens)
 
     def pids(self) -> list[int]:
         """Process ids of the engine's ranks."""
@@ -163,7 +163,7 @@ def run_scheduler(weights: WeightsHandle | None, ignore_block_order: bool, *args
     run_scheduler_process(*args, **kwargs)
 
 
-def _generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[Output]:
+def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[Output]:
     results = engine.generate(
         input_ids=prompts,
         sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},

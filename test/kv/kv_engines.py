@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from weights_engines import EngineProcess
+from weights_engines import EngineProcess, Output, generate
 
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.memory import RegionHandle, attach
@@ -54,6 +56,14 @@ class KvEngine(EngineProcess):
         """`function(scheduler, *args)` in every rank, in the same iteration; `args_by_rank` has a list for each
         argument, an entry for each rank. Returns what each rank returned, or raises what one said."""
         return self.call(_on_ranks, f"{function.__module__}:{function.__name__}", [list(arg) for arg in args_by_rank])
+
+    def generate_when_there_is_room(self, prompt: list[int], new_tokens: int, pages: list[list[int]]) -> Output:
+        """Send a prompt that the lease is too small for, and let the lease grow when the prompt is held up.
+
+        Args:
+            pages: blocks of each rank by which the lease grows.
+        """
+        return self.call(_generate_when_there_is_room, prompt, new_tokens, pages)
 
 
 def region_view(tensor: torch.Tensor, geometry: PoolGeometry, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -137,7 +147,27 @@ def _on_ranks(engine: Any, name: str, args: list[list[Any]]) -> list[Any]:
     return results
 
 
+def _generate_when_there_is_room(engine: Any, prompt: list[int], new_tokens: int, pages: list[list[int]]) -> Output:
+    outputs: list[Output] = []
+    thread = threading.Thread(target=lambda: outputs.extend(generate(engine, [prompt], new_tokens)), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + _LIMIT_S
+    while not all(_on_ranks(engine, f"{__name__}:is_held_up", [])):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the request was not held up within {_LIMIT_S} s")
+    _on_ranks(engine, f"{__name__}:grow", [pages])
+    thread.join(_LIMIT_S)
+    if not outputs:
+        raise TimeoutError(f"the request did not go on within {_LIMIT_S} s after the lease had grown")
+    return outputs[0]
+
+
 # -- functions for `on_ranks`
+
+
+def is_held_up(scheduler: Any) -> bool:
+    """Does a request wait for room while none runs?"""
+    return bool(scheduler.waiting_queue) and scheduler.running_batch.batch_is_full
 
 
 def grow(scheduler: Any, pages: list[int]) -> None:

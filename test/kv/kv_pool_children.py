@@ -120,7 +120,7 @@ def lease_of_an_allocator() -> list[list[int]]:
             self.held = 0
             return EvictResult(num_tokens_evicted=4)
 
-    lease = EngineLease(current_pool().pages, allocator, Cache())
+    lease = EngineLease(current_pool().pages, allocator, Cache(), lambda: None)
     seen = [allocator.free_pages.tolist()]
     lease.grow([9, 7])
     seen.append(allocator.free_pages.tolist())
@@ -147,7 +147,7 @@ def change_while_pages_are_freed() -> None:
     pool = build(GEOMETRY, 1, new_region(GEOMETRY))
     allocator = TorchPagedAllocator(pool.size, pool.page_size, torch.float32, "cpu", pool, need_sort=False)
     allocator.free_group_begin()
-    EngineLease(current_pool().pages, allocator, None).grow([9])
+    EngineLease(current_pool().pages, allocator, None, lambda: None).grow([9])
 
 
 def warmed_up_allocator() -> tuple[int, list[int], list[int]]:

@@ -144,6 +144,19 @@ def test_the_pool_has_the_regions_size_and_usage_counts_the_lease(node: Node, na
         assert state.free + state.cached_tokens // size == len(state.leased)
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("tp1@0", ONE), ("tp2@0-1", TWO)])
+def test_a_request_that_waits_for_room_goes_on_when_the_lease_grows(node: Node, name: str, ranks: EngineRanks) -> None:
+    """Nothing runs meanwhile, which stock has never: its pool does not shrink."""
+    engine, (prompt,) = node.engines[name], prompts(1, 8)
+    (expected,) = node.stock.generate([prompt], NEW_TOKENS)
+    count = len(node.leases.lease(ranks)[0]) - 3
+    given = engine.on_ranks(give_back, [count] * ranks.tp)
+    node.leases.shrink(ranks, given, 1)
+    output = engine.generate_when_there_is_room(prompt, NEW_TOKENS, node.leases.grow(ranks, count, 1).tolist())
+    assert output.ids == expected.ids
+    node.check()
+
+
 def test_a_lease_moves_from_one_engine_to_the_other(node: Node) -> None:
     """TP 1 gives up free pages, then pages of cached prefixes; TP 2 takes them and serves on."""
     one, two = node.engines["tp1@0"], node.engines["tp2@0-1"]

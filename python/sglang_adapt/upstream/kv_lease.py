@@ -7,7 +7,7 @@ depend on counts only, so the ranks stay in step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +25,25 @@ class EngineLease:
         pages: the lease.
         allocator: stock's paged allocator.
         tree_cache: stock's prefix cache.
+        has_room: called when the lease has grown, so that requests that wait for room are looked at again.
     """
 
     pages: LeasePages
     allocator: Any
     tree_cache: Any
+    has_room: Callable[[], None]
 
     @classmethod
     def of(cls, scheduler: Any) -> EngineLease:
         """The lease of a scheduler that was built after `use_pool`."""
         from sglang_adapt.upstream.kv_pool import current_pool
 
-        return cls(current_pool().pages, scheduler.token_to_kv_pool_allocator, scheduler.tree_cache)
+        def has_room() -> None:
+            # Stock looks at its waiting queue again when a running request ends. In a lease that was small for a while
+            # none may run.
+            scheduler.running_batch.batch_is_full = False
+
+        return cls(current_pool().pages, scheduler.token_to_kv_pool_allocator, scheduler.tree_cache, has_room)
 
     @property
     def free_pages(self) -> int:
@@ -55,6 +62,7 @@ class EngineLease:
         """
         free = self._free()
         self._set_free(torch.cat([free, self._tensor(self.pages.add(pages))]))
+        self.has_room()
 
     def give_back(self, count: int) -> IntArray:
         """Give `count` free pages up, evicting cached prefixes as needed; returns them.
