@@ -73,6 +73,16 @@ def test_steps_get_the_time_on_the_way() -> None:
     assert 0 < steps["wait"] <= 1000 and steps["return"] > 0
 
 
+@pytest.mark.parametrize("answer", [OK, NO])
+def test_an_answer_of_an_engine_that_has_died_before_it_is_read_does_not_count(answer: RankAnswer) -> None:
+    def answer_and_die(engine: Engine) -> None:
+        engine.reply(answer)
+        engine.calls.engine_lost("tp2@0-1", "killed")
+
+    with pytest.raises(EngineGoneError, match="it died right after kv_give_back"):
+        asking(answer_and_die)
+
+
 def test_a_refusal_of_all_ranks_leaves_everything_as_it_was() -> None:
     with pytest.raises(CallRefusedError, match="kv_give_back was refused: rank 0: CannotShrinkError: too many"):
         asking(lambda engine: engine.reply(NO, NO))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -47,6 +48,7 @@ class EngineCalls:
         self._send = send
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[str, EngineCall, asyncio.Future[EngineReply]]] = {}
+        self._deaths: Counter[str] = Counter()
 
     async def call(
         self, engine: str, name: str, payload: dict[str, Any], epoch: int, timeout_s: float = CALL_TIMEOUT_S
@@ -70,6 +72,7 @@ class EngineCalls:
             CallRefusedError, CallBrokenError, EngineGoneError: see there.
         """
         call, sent_s = EngineCall(next(self._ids), epoch, name, payload), monotonic()
+        deaths = self._deaths[engine]
         future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
         self._open[call.id] = (engine, call, future)
         try:
@@ -83,6 +86,9 @@ class EngineCalls:
                 raise CallBrokenError(f"{engine}: {name} was not answered within {timeout_s:g} s") from None
         finally:
             del self._open[call.id]
+        if self._deaths[engine] != deaths:
+            # What it has taken up is lost, and who looks after that has looked already.
+            raise EngineGoneError(f"{engine}: it died right after {name}")
         return _timed(_answers(engine, name, reply), reply, sent_s)
 
     def on_reply(self, engine: str, data: bytes) -> None:
@@ -95,7 +101,8 @@ class EngineCalls:
         future.set_result(reply)
 
     def engine_lost(self, engine: str, why: str) -> None:
-        """An engine died: its calls end."""
+        """An engine died: its calls end, also those whose answer has come and was not read yet."""
+        self._deaths[engine] += 1
         for asked, call, future in self._open.values():
             if asked == engine and not future.done():
                 future.set_exception(EngineGoneError(f"{engine}: {call.name} was not answered: {why}"))
