@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,7 +27,7 @@ from sglang_adapt.kv.staged import StagedReceiver, StagedSender
 from sglang_adapt.kv.transfer import pin, push
 from sglang_adapt.memory import Region, allocate, attach
 
-SECTIONS = ("limit", "copy", "big_copy", "per_page", "staged", "staged_host", "programs", "beside")
+SECTIONS = ("limit", "copy", "pull", "big_copy", "per_page", "staged", "staged_host", "programs", "beside")
 _PROGRAMS = (8, 16, 32, 64, 132, 264, 528, 1056)
 
 
@@ -133,6 +133,22 @@ class Worker:
                     wrong = run.count_wrong()
                     times = {"ms": ms, "wall_ms": wall, "plan_ms": run.plan_ms}
                     self.report("copy", case, **times, wrong=wrong, **self.traffic(run))
+
+    def pull(self) -> None:
+        """Each GPU reads what it gets from the others' memory, as engines do in a switch; smallest pages."""
+        for source_tp, dest_tp in self.scale.directions:
+            for size in self.scale.bytes_per_gpu:
+                case = Case(source_tp, dest_tp, self.scale.page_tokens[0], size)
+                run = self.load(case)
+                parts = {gpu: plan.to_gpu(self.gpu) for gpu, plan in run.plans.items() if self.gpu in plan.dest_gpus}
+                lanes = {gpu: self.lane if gpu == self.gpu else Lane(self.device) for gpu in parts}
+                executors = {
+                    gpu: DirectExecutor(run.geometry, gpu, run.regions, self.copier(), lanes[gpu]) for gpu in parts
+                }
+                prepared = {gpu: executors[gpu].prepare(part) for gpu, part in parts.items()}
+                ms = self.clock.measure(partial(_pull, executors, prepared, self.lane), self.scale.reps)
+                self.clock.together()
+                self.report("pull", case, ms=ms, wrong=run.count_wrong(), **self.traffic(run))
 
     def big_copy(self) -> None:
         """Gather, one big copy for each peer, scatter."""
@@ -313,6 +329,14 @@ def _whole(executor: DirectExecutor, copy: SourcePlan | PreparedCopy) -> None:
     """A copy from its plan, or prepared before, until it has ended."""
     mark = executor.launch(copy) if isinstance(copy, PreparedCopy) else executor.start(copy)
     mark.wait()
+
+
+def _pull(executors: Mapping[int, DirectExecutor], prepared: Mapping[int, PreparedCopy], lane: Lane) -> None:
+    """Copies from all sources side by side, and `lane` behind them."""
+    with lane.use():
+        marks = [executors[gpu].launch(copy) for gpu, copy in prepared.items()]
+    for mark in marks:
+        lane.after(mark)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def test_it_runs_end_to_end_on_a_cpu(tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     assert document["errors"] == []
     whats = {row["what"] for row in document["rows"]}
-    assert whats == {"copy", "big_copy", "staged", "staged_host"}
+    assert whats == {"copy", "pull", "big_copy", "staged", "staged_host"}
     copies = [row for row in document["rows"] if row["what"] == "copy"]
     assert {row["direction"] for row in copies} == {"1->2", "2->1"}
     assert all(row["wrong"] == 0 for row in document["rows"])

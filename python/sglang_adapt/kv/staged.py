@@ -20,11 +20,11 @@ import torch
 
 from sglang_adapt.kv.checksums import compare, dest_checksums, source_checksums
 from sglang_adapt.kv.copiers import UnitCopier
-from sglang_adapt.kv.copy import CopyError, check_plan, records_of
+from sglang_adapt.kv.copy import CopyError, check_plan
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.lanes import Lane, Mark
 from sglang_adapt.kv.plan import SourcePlan
-from sglang_adapt.kv.staging import cut_chunks, fit, from_buffer, to_buffer, unit_shape
+from sglang_adapt.kv.staging import cut_chunks, fit, from_buffer, to_buffer, unit_shape, upload
 from sglang_adapt.kv.transfer import push
 
 BUFFERS = 2
@@ -93,6 +93,8 @@ class StagedSender:
         chunks = cut_chunks(self.geometry, plan, self.link[0].nbytes)
         gathering, linking = Lane(self.region.device), Lane(self.region.device)
         gathering.after_current()
+        with gathering.use():
+            tables = upload(self.copier, [to_buffer(chunk) for chunk in chunks], self.region.device)
         on_link: list[Mark] = []
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
@@ -100,8 +102,7 @@ class StagedSender:
             shape = unit_shape(self.geometry, chunk)
             buffer = fit(self.geometry, chunk, self.buffers[index % BUFFERS])
             with gathering.use():
-                table = self.copier.upload(records_of(to_buffer(chunk), {chunk.dest_gpus[0]: 0}), self.region.device)
-                self.copier.copy(self.region, [buffer], table, shape)
+                self.copier.copy(self.region, [buffer], tables[index], shape)
             linking.after(gathering.mark())
             with linking.use():
                 push(fit(self.geometry, chunk, self.link[index % BUFFERS]), buffer)
@@ -159,7 +160,10 @@ class StagedReceiver:
             CopyMismatch: in debug mode, a chunk that differs from its source.
         """
         lane = Lane(self.region.device)
-        for index, chunk in enumerate(cut_chunks(self.geometry, plan, self.link[0].nbytes)):
+        chunks = cut_chunks(self.geometry, plan, self.link[0].nbytes)
+        with lane.use():
+            tables = upload(self.copier, [from_buffer(chunk) for chunk in chunks], self.region.device)
+        for index, chunk in enumerate(chunks):
             message = _receive(self.channel, self.timeout_s, f"GPU {self.gpu} waits for chunk {index} to be filled")
             if not isinstance(message, Filled) or message.chunk != index:
                 raise CopyError(f"GPU {self.gpu} waits for chunk {index} to be filled and got {message}")
@@ -169,8 +173,7 @@ class StagedReceiver:
                     own = fit(self.geometry, chunk, self.buffers[index % BUFFERS])
                     push(own, buffer)
                     buffer = own
-                table = self.copier.upload(records_of(from_buffer(chunk), {self.gpu: 0}), self.region.device)
-                self.copier.copy(buffer, [self.region], table, unit_shape(self.geometry, chunk))
+                self.copier.copy(buffer, [self.region], tables[index], unit_shape(self.geometry, chunk))
             lane.mark().wait()
             if message.checksums is not None:
                 compare(

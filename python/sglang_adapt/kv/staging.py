@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from sglang_adapt.kv.copiers import UnitShape
-from sglang_adapt.kv.copy import CopyError
+from sglang_adapt.kv.copiers import UnitCopier, UnitShape
+from sglang_adapt.kv.copy import CopyError, records_of
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.plan import SourcePlan
 
@@ -54,3 +55,13 @@ def from_buffer(chunk: SourcePlan) -> SourcePlan:
         source=np.arange(chunk.units, dtype=np.int32) * (chunk.unit_tokens * chunk.row_quanta),
         routes=tuple(replace(route, source_stride=chunk.row_quanta) for route in chunk.routes),
     )
+
+
+def upload(copier: UnitCopier, chunks: Sequence[SourcePlan], device: torch.device) -> Sequence[torch.Tensor]:
+    """The records of each chunk, all brought to the device at once on the current stream: what takes the host long is
+    done before the first chunk, not between two."""
+    if not chunks:
+        return ()
+    slots = dict.fromkeys(chunks[0].dest_gpus, 0)
+    table = copier.upload(np.concatenate([records_of(chunk, slots) for chunk in chunks]), device)
+    return table.split([chunk.units for chunk in chunks])
