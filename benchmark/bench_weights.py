@@ -172,6 +172,11 @@ class Bench:
         engine = Engine(spec, self.left_s)
         try:
             self.results["starts_s"][name] = engine.wait_started()
+            held = engine.call(measure.pool_tokens)
+            if held < pool_tokens:
+                raise RuntimeError(
+                    f"its KV pool holds {held} tokens, {pool_tokens} are needed: free memory on its GPUs"
+                )
         except BaseException:
             engine.stop()
             raise

@@ -8,7 +8,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -16,9 +17,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
+
 from sglang_adapt.core.process import process_context
 from sglang_adapt.weights import WeightsHandle
 
+_END_S = 30
 _STAGES = (
     "init_torch_distributed",
     "load_model",
@@ -37,7 +41,7 @@ class EngineSpec:
         server_args: keyword arguments of stock's Engine.
         weights: by GPU id, the store to run on; None for an engine that makes its own (synthetic) weights.
         start_method: multiprocessing's, for the ranks.
-        folder: where the ranks write what memory they use.
+        folder: where the ranks write their process ids, and what memory they use.
     """
 
     name: str
@@ -48,6 +52,9 @@ class EngineSpec:
 
     def report(self, rank: int) -> Path:
         return self.folder / f"{self.name.replace(' ', '-')}-{rank}.json"
+
+    def pid_file(self, rank: int) -> Path:
+        return self.report(rank).with_suffix(".pid")
 
 
 class Engine:
@@ -91,6 +98,9 @@ class Engine:
         if self._process.is_alive():
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.join()
+        # A forkserver's ranks are the forkserver's children, and of its process group.
+        files = [self.spec.pid_file(rank) for rank in range(self.spec.server_args["tp_size"])]
+        end_processes([int(file.read_text()) for file in files if file.exists()])
 
     def _answer(self) -> Any:
         if not self._pipe.poll(max(1.0, self._limit())):
@@ -102,6 +112,18 @@ class Engine:
         if not is_result:
             raise RuntimeError(f"{self.spec.name}:\n{value}")
         return value
+
+
+def end_processes(pids: Sequence[int]) -> None:
+    """Kill what of these processes still runs, and wait until it is gone. Raises TimeoutError."""
+    processes = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+            processes[-1].kill()
+    _, alive = psutil.wait_procs(processes, timeout=_END_S)
+    if alive:
+        raise TimeoutError(f"processes {[process.pid for process in alive]} did not end within {_END_S} s of SIGKILL")
 
 
 def serve(spec: EngineSpec, pipe: Connection) -> None:
@@ -157,6 +179,7 @@ def run_scheduler(spec: EngineSpec, server_args: Any, port_args: Any, gpu_id: in
     from sglang_adapt.upstream.rank import prepare_process
     from sglang_adapt.upstream.weights.attach import KeepHeadCounts, use_store
 
+    spec.pid_file(tp_rank).write_text(str(os.getpid()))
     give_back_cuda()
     prepare_process()
     envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.set(False)

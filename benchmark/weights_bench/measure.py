@@ -49,6 +49,11 @@ def _run(engine: Any, rng: random.Random, sizes: Sizes, batch: int, context: int
     return time.perf_counter() - began
 
 
+def pool_tokens(engine: Any) -> int:
+    """Tokens that the engine's KV pool holds."""
+    return int(engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
+
+
 def warm_up(engine: Any, sizes: Sizes) -> None:
     """Compile and capture what the measurements need."""
     rng = random.Random(1)
