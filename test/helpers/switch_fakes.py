@@ -42,6 +42,7 @@ from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineG
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.readback import Readback
 from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.switch import Switch
 
@@ -262,6 +263,7 @@ class Node:
             drain_timeout_s,
             ended=lambda switch, outcome: self.outcomes.append(f"{switch.after}: {outcome}"),
         )
+        self.readback = Readback(self.router, self.pools, self.modes, SPECS)
         self.repair = Repair(
             self.router, self._call, lambda engine, why: self._kill(SPECS[engine.name], why), lambda: self.pools.epoch
         )

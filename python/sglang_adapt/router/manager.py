@@ -171,10 +171,7 @@ class Manager:
 
     def release(self) -> None:
         """Give control back to the planner. Raises OrderRefusedError if there is none."""
-        if self._planning is None:
-            raise OrderRefusedError(
-                f"this server has no planner (--adapt-policy {self._policy}); start it with --adapt-policy auto"
-            )
+        self._require_planner()
         if not self._by_planner:
             logger.info("layout %s: the planner decides again", self._router.layout)
         self._by_planner = True
@@ -207,10 +204,7 @@ class Manager:
             OrderRefusedError: there is no planner.
             KeyError: there is no such tier.
         """
-        if self._planning is None:
-            raise OrderRefusedError(
-                f"this server has no planner (--adapt-policy {self._policy}); start it with --adapt-policy auto"
-            )
+        self._require_planner()
         now = self._situation()
         known = {demand.terms.tier for demand in now.demands}
         unknown = sorted(set(rates) - known)
@@ -222,6 +216,13 @@ class Manager:
         )
         decided = await asyncio.to_thread(plan, replace(now, demands=asked, longest_tokens=0, history=History()))
         return explain(decided)
+
+    def _require_planner(self) -> None:
+        """Raises OrderRefusedError if there is none."""
+        if self._planning is None:
+            raise OrderRefusedError(
+                f"this server has no planner (--adapt-policy {self._policy}); start it with --adapt-policy auto"
+            )
 
     def _situation(self) -> Situation:
         assert self._planning is not None and self._traffic is not None and self._price is not None

@@ -30,6 +30,7 @@ from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.readback import Readback
 from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.restarts import RestartLimit
 from sglang_adapt.router.router import Outlets, Router
@@ -71,6 +72,7 @@ class _Process:
         self._failed = False
         self.pools: Pools | None = None
         self.modes: Modes | None = None
+        self._readback: Readback | None = None
         self.manager: Manager | None = None
 
     async def run(self) -> None:
@@ -117,7 +119,7 @@ class _Process:
             self._loop,
             make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False),
             self._config.candidates,
-            layout=lambda request: answer_layout(request, self._config, self._router, self.modes, self.manager),
+            layout=lambda request: answer_layout(request, self._config, self._router, self._readback, self.manager),
             drain=self._drain,
         )
         admission = make_admission(self._args, self._front.send_report)
@@ -187,6 +189,7 @@ class _Process:
             self._config.switch_drain_timeout_s,
             ended=self._switch_ended(),
         )
+        self._readback = Readback(self._router, self.pools, self.modes, self._specs)
         self.manager = self._make_manager(self.modes)
 
     def _make_ways(self) -> None:
