@@ -8,7 +8,7 @@ numbers of engines into a layout of aligned groups that leaves running engines w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.policy.worth import Counts, Row
@@ -87,7 +87,7 @@ def count(layout: Layout) -> Counter[int]:
     return Counter(engine.tp for engine in layout.engines)
 
 
-def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float]) -> Layout:
+def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float], bound: Collection[str] = ()) -> Layout:
     """Aligned groups for these engines.
 
     The widest are placed first, so what is left is made of whole groups for the narrower ones. An engine that serves
@@ -98,6 +98,7 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float])
         gpus: of the deployment.
         current: the layout that serves.
         busy: bytes of KV on its engines, by name.
+        bound: engines that stay before any other, because of what they have.
     """
     if sum(tp * number for tp, number in counts.items()) != gpus:
         raise ValueError(f"{dict(counts)} are not {gpus} GPUs")
@@ -110,7 +111,14 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float])
     engines: list[EngineSpec] = []
     for tp in sorted((tp for tp, number in counts.items() if number), reverse=True):
         groups = [EngineSpec(first, tp) for first in range(0, gpus, tp) if free[first]]
-        groups.sort(key=lambda group: (group not in there, sum(load[gpu] for gpu in group.gpus), group.first_gpu))
+        groups.sort(
+            key=lambda group: (
+                group.name not in bound,
+                group not in there,
+                sum(load[gpu] for gpu in group.gpus),
+                group.first_gpu,
+            )
+        )
         for group in groups[: counts[tp]]:
             engines.append(group)
             for gpu in group.gpus:

@@ -14,10 +14,12 @@ _MOST_WORSE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What an engine has: requests, and bytes of their KV over all its GPUs."""
+    """What an engine has: requests, bytes of their KV over all its GPUs, and the tokens of the longest, if that is one
+    which not every engine holds, else 0."""
 
     requests: int = 0
     kv_bytes: float = 0.0
+    longest_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +92,7 @@ class Manager:
         self._planning = planning
         self._traffic = traffic
         self._by_planner = policy is AdaptPolicy.AUTO
+        self._hurry = asyncio.Event()
         self._history = History()
         self._demands: dict[str, Demand] = {}
         self._price = None if planning is None else planning.price
@@ -104,28 +106,46 @@ class Manager:
         """Plan every interval, for ever; returns at once if nobody plans."""
         if self._planning is None:
             return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self._interval_s
         while True:
-            await asyncio.sleep(self._interval_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), due - loop.time())
+            in_turn = loop.time() >= due
+            if in_turn:
+                due = loop.time() + self._interval_s
             try:
-                await self.step()
+                await self.step(in_turn=in_turn)
             except Exception:
                 # A fault in this program must not end the control for good; the layout stays as it is.
                 logger.exception("planning broke off; the layout stays for %d windows", REST_WINDOWS)
                 self._rest = REST_WINDOWS
 
-    async def step(self) -> Plan | None:
-        """One window: plan, and switch if it says so. Returns the plan; None if there was none to make."""
+    def hurry(self) -> None:
+        """A request waits for an engine that holds it: plan now, not when the window is over."""
+        self._hurry.set()
+
+    async def step(self, *, in_turn: bool = True) -> Plan | None:
+        """Plan, and switch if it says so. Returns the plan; None if there was none to make.
+
+        Args:
+            in_turn: a window is over; else this plan is one between two windows, and counts for no other one.
+        """
         assert self._planning is not None and self._traffic is not None
-        self._traffic.close()
+        self._hurry.clear()
+        if in_turn:
+            self._traffic.close()
         now = self._situation()
-        if self._modes.switching or not self._router.accepting:
+        if self._modes.switching or not (self._router.accepting or self._router.long.waiting):
             return None
         began = time.perf_counter()
         decided = await asyncio.to_thread(plan, now)
         self._planning.planned(decided, time.perf_counter() - began)
-        self._plan, self._history = decided, decided.history
+        self._plan = decided
+        if in_turn:
+            self._history = decided.history
         if self._rest:
-            self._rest -= 1
+            self._rest -= in_turn
         elif self._by_planner and decided.move and not self._modes.switching:
             await self._follow(decided)
         return decided
@@ -160,11 +180,13 @@ class Manager:
             raise OrderRefusedError(
                 "the layout of this server is static; start it with --adapt-policy manual or auto to change it"
             )
-        before, self._by_planner = self._by_planner, False
+        self._refuse_what_would_wait(layout)
+        before = self._by_planner
+        self._take_control(by_planner=False)
         try:
             switch = await self._modes.switch(layout, strategy, reason)
         except BaseException:
-            self._by_planner = before
+            self._take_control(by_planner=before)
             raise
         self._trigger, self._reason = Trigger.OPERATOR, reason
         return switch
@@ -174,10 +196,26 @@ class Manager:
         self._require_planner()
         if not self._by_planner:
             logger.info("layout %s: the planner decides again", self._router.layout)
-        self._by_planner = True
+        self._take_control(by_planner=True)
+
+    def _take_control(self, *, by_planner: bool) -> None:
+        self._by_planner = self._router.long.may_bind = by_planner
+
+    def _refuse_what_would_wait(self, layout: Layout) -> None:
+        """Raises SwitchRefusedError if a request waits for an engine, and no one would bind it one any more."""
+        router = self._router
+        for rid in router.long.waiting:
+            if not router.long.held_by_one((spec.name for spec in layout.engines), rid):
+                raise SwitchRefusedError(
+                    f"layout {router.layout} stays with the planner: request {rid} waits for an engine that holds "
+                    f"{router.long.needs[rid]} tokens, and layout {layout} has none; name one that has, or ask "
+                    f"again when it has ended"
+                )
 
     def switched(self, switch: Switch, outcome: Outcome) -> None:
         """A switch that was asked for has ended."""
+        if self._router.long.waiting:
+            self.hurry()
         if not switch.leaving:
             return
         self._switches.append({"outcome": outcome.value, **switch.report()})
@@ -187,12 +225,17 @@ class Manager:
     # What is told.
 
     def said(self) -> dict[str, Any]:
-        """For `GET /adapt/layout`: who decides, why this layout, the last switches, the planner's last table."""
+        """For `GET /adapt/layout`: who decides, why this layout, the longest request that is accepted and how many wait
+        for an engine that holds them, the last switches, the planner's last table."""
         return {
             "policy": self._policy.value,
             "control": "planner" if self._by_planner else "operator",
             "trigger": None if self._trigger is None else self._trigger.value,
             "reason": self._reason,
+            "longest_request": {
+                "tokens": self._router.request_tokens,
+                "waiting": len(self._router.long.waiting),
+            },
             "switches": list(self._switches),
             "planner": None if self._plan is None else explain(self._plan),
         }
@@ -235,7 +278,6 @@ class Manager:
         )
         self._demands = {demand.terms.tier: demand for demand in asked}
         running = {name: self._running(name) for name in (engine.name for engine in router.layout.engines)}
-        longest = max((tokens for engine in router.engines.values() for tokens in engine.in_flight.values()), default=0)
         return Situation(
             demands=asked,
             speeds=planning.speeds(),
@@ -243,7 +285,7 @@ class Manager:
             layout=router.layout,
             running=running,
             price=self._price,
-            longest_tokens=longest,
+            longest_tokens=max(router.long.needs.values(), default=0),
             horizon_s=WINDOWS * self._interval_s,
             history=self._history,
         )
@@ -252,7 +294,9 @@ class Manager:
         assert self._planning is not None
         journal, in_flight = self._router.journal, self._router.engines[name].in_flight
         tokens = sum(in_flight.values()) + sum(len(journal[rid].ids) for rid in _known(in_flight, journal))
-        return Running(len(in_flight), float(tokens * self._planning.token_bytes))
+        needs = self._router.long.needs
+        longest = max((need for rid, need in needs.items() if rid in in_flight), default=0)
+        return Running(len(in_flight), float(tokens * self._planning.token_bytes), longest)
 
 
 def _known(rids: Mapping[str, int], journal: Mapping[str, Any]) -> Iterator[str]:

@@ -229,6 +229,7 @@ class Modes:
                 raise SwitchRefusedError(
                     f"engine {spec} of layout {switch.after} is {state.value}; ask again when it is ready"
                 )
+        self._refuse_too_long(switch)
         await asyncio.gather(*(self._map(spec) for spec in switch.entering))
         names = [spec.name for spec in (*switch.leaving, *switch.entering)]
         self._router.pause(names)
@@ -240,6 +241,21 @@ class Modes:
             raise SwitchRefusedError(
                 f"layout {switch.before} stays: requests that cannot be moved have not ended: {text}"
             ) from error
+
+    def _refuse_too_long(self, switch: Switch) -> None:
+        """Raises SwitchRefusedError if a request would have to move that no engine holds which enters."""
+        if switch.strategy in (Strategy.KEEP, Strategy.DRAIN):
+            return
+        long = self._router.long
+        most = long.limit(spec.name for spec in switch.entering)
+        for rid, need in long.needs.items():
+            at = next((spec for spec in switch.leaving if rid in self._engine(spec).in_flight), None)
+            if at is not None and need > most:
+                raise SwitchRefusedError(
+                    f"layout {switch.before} stays: request {rid} on {at} may come to have {need} tokens, and the "
+                    f"engines that enter layout {switch.after} hold requests of {most}; let it end first (strategy "
+                    f"drain), keep it paused (strategy keep), or name a layout in which {at} stays"
+                )
 
     async def _map(self, spec: EngineSpec) -> None:
         """Let an engine map the KV regions of all GPUs, which it does once."""

@@ -61,7 +61,13 @@ class Placing:
             room, request = rooms[ahead.spec.name], by_rid[rid][0]
             rooms[room.engine] = room.taking(precopy.needs(request, ahead, room), request.length)
         movers = [
-            Mover(rid, tuple(export.spec.gpus), request.kv_tokens if self._lives(export) else 0, request.length)
+            Mover(
+                rid,
+                tuple(export.spec.gpus),
+                request.kv_tokens if self._lives(export) else 0,
+                request.length,
+                request.most_tokens,
+            )
             for rid, (request, export) in by_rid.items()
             if rid not in sent
         ]
@@ -102,4 +108,5 @@ class Placing:
             self._pools.settings.geometry.tokens_per_block(spec.tp),
             len(engine.in_flight),
             sum(engine.in_flight.values()),
+            self._pools.settings.request_tokens[spec.tp],
         )

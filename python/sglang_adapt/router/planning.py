@@ -55,7 +55,7 @@ def make_planning(
                 Corrected(times[tp], known[tp]) if tp in known else times[tp],
                 bounds[tp],
                 (geometry.blocks - 1) * geometry.tokens_per_block(tp),
-                pool.request_tokens,
+                pool.request_tokens[tp],
             )
             for tp in config.tp_sizes
         )

@@ -24,6 +24,7 @@ from sglang_adapt.router.keepers import Keepers
 from sglang_adapt.router.layout_requests import answer_layout
 from sglang_adapt.router.lifecycle import Lifecycle
 from sglang_adapt.router.limits import LimitKeeper
+from sglang_adapt.router.long_requests import Lengths
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.memory import KeptMemory, keeper_configs
 from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics
@@ -137,12 +138,26 @@ class _Process:
                 replied=lambda engine, data: self.calls.on_reply(engine.name, data),
                 stranded=lambda: self._repair.wake(),
                 placed=self._placed,
+                long_waits=self._long_waits,
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
             admission=admission,
             traffic=self._traffic,
+            lengths=self._lengths(),
         )
         self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
+
+    def _lengths(self) -> Lengths | None:
+        """How long requests may become; None with a single TP size, where stock decides."""
+        pool = self._args.pool
+        if pool is None:
+            return None
+        limits = {spec.name: pool.request_tokens[spec.tp] for spec in self._config.candidates}
+        return Lengths(limits, self._config.policy, self._args.any_server_args.allow_auto_truncate)
+
+    def _long_waits(self) -> None:
+        if self.manager is not None:
+            self.manager.hurry()
 
     def _make_processes(self) -> None:
         """What starts and watches keepers and engines."""
