@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from manager_story import Story, run
+from manager_story import Line, Story, run
 from router_fakes import World
 from sglang.srt.managers import io_struct
 from switch_fakes import ONES, SPECS, TWO, Node
@@ -22,8 +23,8 @@ from sglang_adapt.router.switch import SwitchRefusedError
 
 LIMITS = {"tp1@0": 100, "tp1@1": 100, "tp2@0-1": 200}
 LONG = 150
-BUSY = 900
-"""Requests in a window for which two narrow engines are better than a wide one."""
+BUSY = 250
+"""Requests in a window for which two narrow engines are better than a wide one that is slow with many."""
 
 
 def lengths(policy: AdaptPolicy = AdaptPolicy.AUTO, *, truncates: bool = False) -> Lengths:
@@ -155,6 +156,7 @@ def test_shutting_down_ends_what_waits() -> None:
 def test_a_wide_engine_is_bound_at_once_and_let_go_afterwards(caplog: pytest.LogCaptureFixture) -> None:
     async def tell(story: Story) -> None:
         node = story.node
+        story.speeds = (story.speeds[0], replace(story.speeds[1], times=Line(5.0, 3.0)))
         await story.window(BUSY)
         assert story.layout == ONES
         story.arrive(4, end=False)
@@ -173,7 +175,7 @@ def test_a_wide_engine_is_bound_at_once_and_let_go_afterwards(caplog: pytest.Log
         assert {name: len(rids) for name, rids in node.where().items()} == {TWO: 5}
         assert [text for text in caplog.messages if "request all-long of 156 tokens: at tp2@0-1" in text]
         # It stays while the request does, whatever the load.
-        for _ in range(2 * LINGER):
+        for _ in range(3):
             await story.window(BUSY)
             assert story.layout == TWO
         node.finish("all-long")
