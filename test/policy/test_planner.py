@@ -140,11 +140,12 @@ def long_speeds() -> tuple[Speed, ...]:
 
 
 def test_what_was_bound_for_a_long_request_stays_for_some_windows_after_it() -> None:
-    now = situation(demand(50.0), speeds=long_speeds(), longest_tokens=6000)
+    # So much that what is bound leaves load behind.
+    now = situation(demand(100.0), speeds=long_speeds(), longest_tokens=6000)
     bound = plan(now)
     now = replace(now, layout=bound.layout, history=bound.history, longest_tokens=0)
-    plans = follow(now, LINGER + CALM + 2)
-    assert [one.move for one in plans].index(True) == LINGER + CALM - 1
+    plans = follow(now, LINGER + 3)
+    assert [one.move for one in plans].index(True) == LINGER
     assert (str(plans[-1].layout), moves(plans), plans[LINGER].trigger) == (ONES, 1, Trigger.LOAD)
     # Of what has ended nothing is bound, and one that comes back starts the time again.
     assert not plan(replace(now, layout=parse_layout(ONES, (1, 2, 4), 4))).move
