@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from switch_fakes import Node
@@ -59,6 +59,7 @@ class Story:
         self.terms = terms
         self.speeds = tuple(replace(speed, request_tokens=tokens) for speed, tokens in zip(SPEEDS, limits, strict=True))
         self.plans: list[Plan] = []
+        self.assigned: dict[str, frozenset[str]] = {}
         # Ids begin with the tier.
         self.traffic = Traffic(lambda rid: rid.split("-")[0], lambda: self.now_s)
         planning = Planning(
@@ -68,6 +69,7 @@ class Story:
             token_bytes=1024,
             price=Price(1.0, 1e12),
             planned=lambda plan, seconds: self.plans.append(plan),
+            assign=self._assign,
         )
         auto = policy is AdaptPolicy.AUTO
         if auto:
@@ -76,6 +78,7 @@ class Story:
         self.manager = Manager(
             policy, self.node.modes, self.node.router, 1.0, planning if auto else None, self.traffic if auto else None
         )
+        self.node.world.wake = self._wake
         ended = self.node.modes._ended
 
         def both(switch: object, outcome: Outcome) -> None:
@@ -85,6 +88,13 @@ class Story:
         self.node.modes._ended = both
         self._count = 0
 
+    def _assign(self, tiers_of: Mapping[str, frozenset[str]]) -> None:
+        self.assigned = dict(tiers_of)
+
+    def _wake(self) -> None:
+        self.node.repair.wake()
+        self.manager.reassign()
+
     @property
     def layout(self) -> str:
         return str(self.node.router.layout)
@@ -93,7 +103,7 @@ class Story:
         rids = [f"{tier}-{self._count + at}" for at in range(requests)]
         self._count += requests
         self.node.request(*rids, tokens=tokens)
-        if end:
+        if end and rids:
             self.node.finish(*rids)
 
     async def window(self, requests: int = 0, tier: str = "all", **more: object) -> Plan | None:

@@ -317,7 +317,9 @@ def test_a_long_request_goes_on_at_an_engine_that_holds_it() -> None:
         await node.modes.switch(parse_layout(ONES, (1, 2), 2), Strategy.KEEP, "by the test")
         node.request("all-short")
         node.die(TWO)
-        await node.until(lambda: "all-short" not in node.router.stranded.in_flight)
+        await node.until(lambda: list(node.router.stranded.in_flight) == ["all-long"])
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert list(node.router.stranded.in_flight) == ["all-long"]
         assert not any("all-long" in rids for rids in node.where().values())
         await node.until(lambda: node.pools.deaths(SPECS[TWO]) == 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from manager_story import Story, run
@@ -15,8 +16,9 @@ from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.planner import CALM
 from sglang_adapt.router.engine import EngineState
-from sglang_adapt.router.manager import REST_WINDOWS, OrderRefusedError
+from sglang_adapt.router.manager import PAUSED_WINDOWS, REST_WINDOWS, OrderRefusedError
 from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
+from sglang_adapt.router.traffic import WINDOWS
 
 LOOSE, STRICT = Terms("loose", 1.0, 3000.0, 60.0), Terms("strict", 4.0, 500.0, 7.0)
 
@@ -66,6 +68,96 @@ def test_a_tight_tier_gets_a_wide_engine_at_once() -> None:
         assert {row["tier"] for row in said["planner"]["estimates"]} == {"loose", "strict"}
 
     run(tell, terms=(LOOSE, STRICT))
+
+
+def test_others_are_paused_in_place_for_a_tight_tier_and_go_on_after_it() -> None:
+    async def tell(story: Story) -> None:
+        story.arrive(4, "loose", end=False, tokens=40)
+        await story.window(1, "strict")
+        switch = story.manager.said()["switches"][-1]
+        assert (story.layout, switch["strategy"], switch["requests"]) == (TWO, "keep", {"kept": 4})
+        assert switch["reason"].startswith("priority: tier strict")
+        assert story.node.where() == {}
+        # The rate of the tight tier is known for as many windows as count.
+        for _ in range(WINDOWS):
+            await story.window(1, "loose")
+        assert (story.layout, story.node.where()) == (TWO, {})
+        await story.window(1200, "loose")
+        assert story.layout == ONES
+        switch = story.manager.said()["switches"][-1]
+        assert switch["requests"] == {"resumed": 4}
+        assert sum(map(len, story.node.where().values())) == 4
+
+    run(tell, terms=(LOOSE, STRICT))
+
+
+def test_what_is_paused_is_not_paused_for_ever() -> None:
+    async def tell(story: Story) -> None:
+        story.arrive(4, "loose", end=False, tokens=40)
+        for _ in range(PAUSED_WINDOWS + 1):
+            await story.window(1, "strict")
+            assert (story.layout, story.node.where()) == (TWO, {})
+        await story.window(1, "strict")
+        await story.node.settle()
+        assert {name: len(rids) for name, rids in story.node.where().items()} == {TWO: 4}
+
+    run(tell, terms=(LOOSE, STRICT))
+
+
+def test_what_is_paused_gives_its_blocks_to_a_long_request() -> None:
+    async def tell(story: Story) -> None:
+        story.arrive(4, "loose", end=False, tokens=40)
+        await story.window(1, "strict")
+        assert story.node.where() == {}
+        story.node.request("strict-long", tokens=1200)
+        assert story.node.where() == {TWO: ["strict-long"]}
+        await story.window(0)
+        assert len(story.node.where()[TWO]) == 5
+
+    run(tell, terms=(LOOSE, STRICT), limits=(1000, 2000))
+
+
+def test_requests_of_the_tight_tier_itself_are_moved_and_not_paused() -> None:
+    async def tell(story: Story) -> None:
+        story.arrive(2, "loose", end=False, tokens=40)
+        story.arrive(1, "strict", end=False, tokens=40)
+        await story.window(0)
+        assert story.manager.said()["switches"][-1]["requests"] == {"migrated": 3}
+
+    run(tell, terms=(LOOSE, STRICT))
+
+
+def test_tiers_are_promised_on_the_engines_that_are_there_for_them() -> None:
+    async def tell(story: Story) -> None:
+        await story.window(200, "loose")
+        both = frozenset({"loose", "strict"})
+        # Nobody has asked for the strict tier, which is promised wherever it can be.
+        assert story.assigned == {"tp1@0": both, "tp1@1": both}
+        await story.window(1, "strict")
+        assert (story.layout, story.assigned) == (TWO, {TWO: both})
+        # Another layout than the one that was planned.
+        await story.manager.order(parse_layout(ONES, (1, 2), 2), Strategy.AUTO, "mine")
+        assert story.assigned == {}
+
+    run(tell, terms=(LOOSE, STRICT))
+
+
+def test_tiers_of_engines_that_are_down_are_promised_on_the_others() -> None:
+    even = (replace(LOOSE, ttft_ms=2000.0), replace(STRICT, weight=1.0, ttft_ms=2000.0, tpot_ms=60.0))
+
+    async def tell(story: Story) -> None:
+        story.arrive(400, "loose")
+        await story.window(400, "strict")
+        assert story.layout == ONES
+        assert story.manager.said()["planner"]["tiers"] == {"tp1@0": ["loose"], "tp1@1": ["strict"]}
+        alone = {"tp1@0": frozenset({"loose"}), "tp1@1": frozenset({"strict"})}
+        assert story.assigned == alone
+        story.node.die("tp1@0")
+        assert story.assigned == {"tp1@0": frozenset({"loose"}), "tp1@1": frozenset({"loose", "strict"})}
+        await story.node.settle()
+        assert story.assigned == alone
+
+    run(tell, terms=even)
 
 
 def test_an_operators_order_holds_until_control_is_given_back() -> None:

@@ -47,5 +47,10 @@ def test_tiers_and_corrections_are_those_of_now() -> None:
     assert (interactive.tier, interactive.weight, interactive.tpot_ms) == ("interactive", 2.0, 25.0)
     assert background.ttft_ms is None
     assert [one.times.decode_ms(1, 1) for one in made.speeds()] == [12.0, 12.0]
+    told: list[object] = []
+    admission.assign = told.append
+    made.assign({"tp1@0": frozenset({"interactive"})})
+    assert told == [{"tp1@0": frozenset({"interactive"})}]
+    planning().assign({"tp1@0": frozenset()})
     admission.corrections[2] = Correction(1.0, 0.5)
     assert made.speeds()[1].times.decode_ms(1, 1) == 1.5

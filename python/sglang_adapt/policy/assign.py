@@ -126,6 +126,22 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float],
     return Layout(tuple(sorted(engines)))
 
 
+def promises(
+    tiers: Mapping[str, Sequence[str]], known: Sequence[str], up: Collection[str]
+) -> dict[str, frozenset[str]]:
+    """Tiers whose requests are promised their targets, by engine.
+
+    Args:
+        tiers: that each engine of the layout is there for, by its name.
+        known: all tiers. One that is on no engine that is up, as nobody asked for it or its engines have died, is
+            promised on all.
+        up: engines that are up, by name.
+    """
+    somewhere = {tier for engine, own in tiers.items() if engine in up for tier in own}
+    rest = frozenset(known) - somewhere
+    return {engine: frozenset(own) | rest for engine, own in tiers.items()}
+
+
 def tiers_of(own: Mapping[str, Counter[int]], layout: Layout, rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
     """The tiers that each engine is there for, by name of the engine.
 

@@ -22,8 +22,10 @@ from enum import StrEnum
 
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.assign import composed, count, greedy, place, tiers_of, with_one
+from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Demand
 from sglang_adapt.policy.efficiency import Speed, estimate
+from sglang_adapt.policy.pausing import strategy_for
 from sglang_adapt.policy.price import Bill, Price, Running, bill
 from sglang_adapt.policy.worth import QUICK, Appraiser, Counts, Row, Worth
 
@@ -124,6 +126,8 @@ class Plan:
         trigger: why; None if nothing better is known.
         reason: in words, also for staying.
         tiers: by engine of `wanted`, the tiers that it is there for.
+        serving: the same, by engine of `layout`.
+        strategy: how the switch treats what runs.
         rows: the table of estimates.
         options: all that was compared, the best first.
         bill: of a switch to `wanted`.
@@ -136,6 +140,8 @@ class Plan:
     trigger: Trigger | None
     reason: str
     tiers: Mapping[str, tuple[str, ...]]
+    serving: Mapping[str, tuple[str, ...]]
+    strategy: Strategy
     rows: tuple[Row, ...]
     options: tuple[Option, ...]
     bill: Bill
@@ -188,9 +194,16 @@ def plan(now: Situation) -> Plan:
         wanted = now.layout
     cost = bill(now.price, now.layout, wanted, now.running)
     windows = now.history.windows + 1 if str(wanted) == now.history.wanted else 1
-    move, trigger, reason = False, None, stuck or f"{serving} is the best that is known, or nearly"
+    move, trigger, strategy, reason = (
+        False,
+        None,
+        Strategy.AUTO,
+        stuck or f"{serving} is the best that is known, or nearly",
+    )
     if wanted != now.layout:
-        trigger, why = _why(rows, best, serving, now, speeds)
+        trigger, why, row = _why(rows, best, serving, now, speeds)
+        if row is not None:
+            strategy = strategy_for(row, now.layout, wanted, now.running, speeds, now.horizon_s)
         lost = _lost(rows, cost)
         gain = (best.worth.value - serving.worth.value) * now.horizon_s
         if not better and gain <= lost:
@@ -201,7 +214,9 @@ def plan(now: Situation) -> Plan:
             move, reason = True, why
     served = wanted if move else now.layout
     history = History(waited, str(wanted), windows, longest, since)
-    return Plan(served, move, wanted, trigger, reason, tiers_of(own, wanted, rows), rows, tuple(options), cost, history)
+    tiers = tiers_of(own, wanted, rows)
+    of_served = tiers if served == wanted else tiers_of(own, served, rows)
+    return Plan(served, move, wanted, trigger, reason, tiers, of_served, strategy, rows, tuple(options), cost, history)
 
 
 def _longest(now: Situation) -> tuple[int, int]:
@@ -283,27 +298,30 @@ def _lost(rows: Sequence[Row], cost: Bill) -> float:
 
 def _why(
     rows: Sequence[Row], best: Option, serving: Option, now: Situation, speeds: Mapping[int, Speed]
-) -> tuple[Trigger, str]:
-    """The trigger of a change, and its reason in words."""
+) -> tuple[Trigger, str, Row | None]:
+    """The trigger of a change, its reason in words, and, if it is for a tier, which."""
     holds = _holds(serving.counts, speeds)
     if now.longest_tokens > holds:
-        return Trigger.LONG_CONTEXT, f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"
+        why = f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"
+        return Trigger.LONG_CONTEXT, why, None
     for row in rows:
         if not _meets(row, serving.counts) and _meets(row, best.counts):
             terms = row.demand.terms
-            return Trigger.PRIORITY, (
+            why = (
                 f"tier {terms.tier} ({terms.ttft_ms:g} / {terms.tpot_ms:g} ms) has requests, whose targets "
                 f"{serving} cannot meet"
                 if terms.ttft_ms is not None and terms.tpot_ms is not None
                 else f"tier {terms.tier} has requests, which {serving} cannot serve"
             )
+            return Trigger.PRIORITY, why, row
     load = sum(row.offered_rps for row in rows)
     ends = [sum(option.worth.carried_rps.values()) for option in (serving, best)]
     times = [_mean_ms(option, rows) for option in (serving, best)]
-    return Trigger.LOAD, (
+    why = (
         f"load {load:.3g} req/s: {serving} carries {ends[0]:.3g} in {times[0]:.0f} ms each, {best} {ends[1]:.3g} in "
         f"{times[1]:.0f} ms"
     )
+    return Trigger.LOAD, why, None
 
 
 def _mean_ms(option: Option, rows: Sequence[Row]) -> float:

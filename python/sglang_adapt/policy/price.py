@@ -14,12 +14,21 @@ _MOST_WORSE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What an engine has: requests, bytes of their KV over all its GPUs, and the tokens of the longest, if that is one
-    which not every engine holds, else 0."""
+    """What an engine has.
+
+    Attributes:
+        requests: on it.
+        kv_bytes: of their KV, over all its GPUs.
+        longest_tokens: of the longest that not every engine holds; 0 if it has none.
+        kv_share: part of the engine's KV that they take.
+        most_weight: of the tiers that they are of, the largest weight.
+    """
 
     requests: int = 0
     kv_bytes: float = 0.0
     longest_tokens: int = 0
+    kv_share: float = 0.0
+    most_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +19,11 @@ from typing import Any
 
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import Layout
+from sglang_adapt.policy.assign import promises
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Demand, Terms, Unfinished, demands
 from sglang_adapt.policy.efficiency import Speed
-from sglang_adapt.policy.planner import History, Plan, Situation, Trigger, plan
+from sglang_adapt.policy.planner import STARVED, History, Plan, Situation, Trigger, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.explain import explain
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 REST_WINDOWS = 5
 """After a switch that was refused the planner waits so many windows."""
+PAUSED_WINDOWS = 2 * STARVED
+"""Requests that were paused for a tier with tight targets go on, wherever that is, after so many windows."""
 _LAST_SWITCHES = 10
 
 
@@ -52,6 +56,8 @@ class Planning:
         token_bytes: of the KV of one token, over all ranks.
         price: of a switch, before any has been made.
         planned: told each plan and the seconds that it took.
+        assign: told which tiers are promised their targets on which engines, by name; an engine that is not named takes
+            all.
     """
 
     gpus: int
@@ -60,6 +66,7 @@ class Planning:
     token_bytes: int
     price: Price
     planned: Callable[[Plan, float], None] = lambda plan, seconds: None
+    assign: Callable[[Mapping[str, frozenset[str]]], None] = lambda tiers_of: None
 
 
 class Manager:
@@ -97,6 +104,7 @@ class Manager:
         self._demands: dict[str, Demand] = {}
         self._price = None if planning is None else planning.price
         self._rest = 0
+        self._paused_windows = 0
         self._plan: Plan | None = None
         self._trigger: Trigger | None = None
         self._reason = "as the server was started"
@@ -135,6 +143,8 @@ class Manager:
         self._hurry.clear()
         if in_turn:
             self._traffic.close()
+            self._paused_windows = self._paused_windows + 1 if self._modes.kept else 0
+        self._go_on_with_paused()
         now = self._situation()
         if self._modes.switching or not (self._router.accepting or self._router.long.waiting):
             return None
@@ -148,7 +158,26 @@ class Manager:
             self._rest -= in_turn
         elif self._by_planner and decided.move and not self._modes.switching:
             await self._follow(decided)
+        self.reassign()
         return decided
+
+    def _go_on_with_paused(self) -> None:
+        """What was paused for a tier goes on elsewhere if it has waited long, or if a long request needs its blocks."""
+        if not self._by_planner or not self._modes.kept or self._modes.switching:
+            return
+        if self._paused_windows > PAUSED_WINDOWS:
+            self._modes.let_go(f"it has been paused for {PAUSED_WINDOWS} windows")
+        elif any(self._longest_on(engine.name) for engine in self._router.layout.engines):
+            self._modes.let_go("a long request needs the blocks of what is paused")
+
+    def reassign(self) -> None:
+        """The layout, the plan or the state of an engine is another one: say which tiers are promised where."""
+        if self._planning is None:
+            return
+        router = self._router
+        planned = {} if self._plan is None or self._plan.layout != router.layout else self._plan.serving
+        up = [name for name in planned if router.engines[name].state is EngineState.READY]
+        self._planning.assign(promises(planned, [terms.tier for terms in self._planning.terms()], up))
 
     async def _follow(self, decided: Plan) -> None:
         assert decided.trigger is not None
@@ -160,7 +189,7 @@ class Manager:
             return
         reason = f"{decided.trigger}: {decided.reason}"
         try:
-            await self._modes.switch(decided.layout, Strategy.AUTO, reason)
+            await self._modes.switch(decided.layout, decided.strategy, reason)
         except SwitchRefusedError as error:
             logger.warning("%s; asked again in %d windows at the earliest", error, REST_WINDOWS)
             self._rest = REST_WINDOWS
@@ -216,6 +245,7 @@ class Manager:
         """A switch that was asked for has ended."""
         if self._router.long.waiting:
             self.hurry()
+        self.reassign()
         if not switch.leaving:
             return
         self._switches.append({"outcome": outcome.value, **switch.report()})
@@ -277,10 +307,15 @@ class Manager:
             self._demands,
         )
         self._demands = {demand.terms.tier: demand for demand in asked}
-        running = {name: self._running(name) for name in (engine.name for engine in router.layout.engines)}
+        speeds = planning.speeds()
+        capacity = {speed.tp: speed.kv_tokens for speed in speeds}
+        weights = {demand.terms.tier: demand.terms.weight for demand in asked}
+        running = {
+            engine.name: self._running(engine.name, capacity[engine.tp], weights) for engine in router.layout.engines
+        }
         return Situation(
             demands=asked,
-            speeds=planning.speeds(),
+            speeds=speeds,
             gpus=planning.gpus,
             layout=router.layout,
             running=running,
@@ -290,13 +325,32 @@ class Manager:
             history=self._history,
         )
 
-    def _running(self, name: str) -> Running:
+    def _running(self, name: str, capacity: int, weights: Mapping[str, float]) -> Running:
+        """What an engine has.
+
+        Args:
+            name: of the engine.
+            capacity: tokens of KV that it can have in a layout.
+            weights: of the tiers.
+        """
         assert self._planning is not None
         journal, in_flight = self._router.journal, self._router.engines[name].in_flight
         tokens = sum(in_flight.values()) + sum(len(journal[rid].ids) for rid in _known(in_flight, journal))
-        needs = self._router.long.needs
-        longest = max((need for rid, need in needs.items() if rid in in_flight), default=0)
-        return Running(len(in_flight), float(tokens * self._planning.token_bytes), longest)
+        assert self._traffic is not None
+        # One whose tier nobody knows, as it came before it was renamed, is not paused for another one.
+        weight = max((weights.get(self._traffic.tier(rid) or "", math.inf) for rid in in_flight), default=0.0)
+        return Running(
+            len(in_flight),
+            float(tokens * self._planning.token_bytes),
+            self._longest_on(name),
+            tokens / capacity,
+            weight,
+        )
+
+    def _longest_on(self, name: str) -> int:
+        """Tokens of the longest request of an engine that not every engine holds."""
+        in_flight = self._router.engines[name].in_flight
+        return max((need for rid, need in self._router.long.needs.items() if rid in in_flight), default=0)
 
 
 def _known(rids: Mapping[str, int], journal: Mapping[str, Any]) -> Iterator[str]:

@@ -270,6 +270,8 @@ class _Process:
     def _changed(self) -> None:
         """The state of an engine, or the layout, is another one."""
         self._repair.wake()
+        if self.manager is not None:
+            self.manager.reassign()
         self._lifecycle.report_if_ready()
         self._front.send_status()
 
