@@ -103,6 +103,7 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float],
     if sum(tp * number for tp, number in counts.items()) != gpus:
         raise ValueError(f"{dict(counts)} are not {gpus} GPUs")
     there = set(current.engines)
+    stay = {engine for engine in current.engines if engine.name in bound} if bound else frozenset()
     load = [0.0] * gpus
     for engine in current.engines:
         for gpu in engine.gpus:
@@ -113,7 +114,7 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float],
         groups = [EngineSpec(first, tp) for first in range(0, gpus, tp) if free[first]]
         groups.sort(
             key=lambda group: (
-                group.name not in bound,
+                group not in stay,
                 group not in there,
                 sum(load[gpu] for gpu in group.gpus),
                 group.first_gpu,

@@ -36,19 +36,16 @@ def strategy_for(
         speeds: by TP size, ascending.
         horizon_s: of the plan.
     """
-    leaving = {engine: running.get(engine.name, Running()) for engine in before.engines if engine not in after.engines}
-    if not any(one.requests for one in leaving.values()):
+    serving, next_ones = set(before.engines), set(after.engines)
+    leaving = [(engine, running.get(engine.name, Running())) for engine in before.engines if engine not in next_ones]
+    busy = [one for _, one in leaving if one.requests]
+    if not busy or any(one.most_weight >= row.weight for one in busy):
         return Strategy.AUTO
-    if any(one.requests and one.most_weight >= row.weight for one in leaving.values()):
-        return Strategy.AUTO
+    taken = {gpu: one.kv_share for engine, one in leaving for gpu in engine.gpus}
     least = min(speed.request_tokens for speed in speeds.values())
     room = 0.0
-    for engine in (engine for engine in after.engines if engine not in before.engines):
-        taken = max(
-            (one.kv_share for other, one in leaving.items() if set(other.gpus) & set(engine.gpus)),
-            default=0.0,
-        )
-        left = (1 - taken) * speeds[engine.tp].kv_tokens
+    for engine in next_ones - serving:
+        left = (1 - max(taken[gpu] for gpu in engine.gpus)) * speeds[engine.tp].kv_tokens
         if left < least:
             return Strategy.AUTO
         room += left * (row.estimates[engine.tp].capacity_rps > 0)

@@ -236,12 +236,14 @@ def _holds(counts: Counts, speeds: Mapping[int, Speed]) -> int:
 
 def _too_long(now: Situation, wanted: Layout, speeds: Mapping[int, Speed]) -> str | None:
     """Why a layout cannot be gone over to: an engine that leaves has a request that none holds which enters."""
-    entering = max(
-        (speeds[engine.tp].request_tokens for engine in wanted.engines if engine not in now.layout.engines), default=0
-    )
+    long = {name: one.longest_tokens for name, one in now.running.items() if one.longest_tokens}
+    if not long:
+        return None
+    serving, next_ones = set(now.layout.engines), set(wanted.engines)
+    entering = max((speeds[engine.tp].request_tokens for engine in next_ones - serving), default=0)
     for engine in now.layout.engines:
-        tokens = now.running.get(engine.name, Running()).longest_tokens
-        if engine not in wanted.engines and tokens > entering:
+        tokens = long.get(engine.name, 0)
+        if tokens > entering and engine not in next_ones:
             return f"{engine} stays while it has a request of {tokens} tokens, which {wanted} would not take over"
     return None
 

@@ -75,7 +75,8 @@ class Bill:
 
 def bill(price: Price, before: Layout, after: Layout, running: Mapping[str, Running]) -> Bill:
     """For the engines that are in `before` only."""
-    leaving: Iterable[str] = (engine.name for engine in before.engines if engine not in after.engines)
+    staying = set(after.engines)
+    leaving: Iterable[str] = (engine.name for engine in before.engines if engine not in staying)
     moved = [running.get(name, Running()) for name in leaving]
     kv_bytes = sum(one.kv_bytes for one in moved)
     return Bill(sum(one.requests for one in moved), kv_bytes, price.pause_ms(kv_bytes))
