@@ -49,7 +49,7 @@ def speed(tp: int) -> Speed:
         tuple(PrefillPoint(n, prefix, reckoned.prefill_ms(n, prefix)) for n in tokens for prefix in prefixes),
         tuple(DecodePoint(n, context, reckoned.decode_ms(n, context)) for n in batches for context in contexts),
     )
-    return Speed(tp, MeasuredTimes(profile), Bounds(16 * tp, 8192, 256), 300_000 * tp, 300_000)
+    return Speed(tp, MeasuredTimes(profile), Bounds(16 * tp, 8192, 256), 300_000 * tp, 300_000 * tp)
 
 
 def situations(gpus: int, count: int, seed: int) -> list[Situation]:
@@ -70,7 +70,13 @@ def situations(gpus: int, count: int, seed: int) -> list[Situation]:
         )
         layout = uniform_layout(chance.choice(SIZES), gpus)
         running = {
-            engine.name: Running(chance.randrange(64), chance.uniform(0, 5e9) * engine.tp) for engine in layout.engines
+            engine.name: Running(
+                chance.randrange(64),
+                chance.uniform(0, 5e9) * engine.tp,
+                kv_share=chance.uniform(0.0, 0.6),
+                most_weight=chance.choice(TIERS).weight,
+            )
+            for engine in layout.engines
         }
         made.append(Situation(asked, speeds, gpus, layout, running, Price(40.0, 3e11)))
     return made

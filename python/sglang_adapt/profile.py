@@ -195,8 +195,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
         key = msgspec.convert(said["profile_key"], ProfileKey)
         if said["config"] is not None:
             raise ProfilingError("this server has tiers, which would hold requests back; start it without them")
-        request, capacity = int(info["max_req_input_len"]), int(info["max_total_num_tokens"])
-        limit = request if longest is None else min(longest, request)
+        capacity = int(info["max_total_num_tokens"])
         running = int(info.get("max_running_requests") or 4096)
         before = (await server.get("/adapt/engines"))["layout"]
         sizes = []
@@ -205,6 +204,9 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
                 engines = said["gpus"] // tp
                 if len(said["tp_sizes"]) > 1:
                     await server.go_to(str(uniform_layout(tp, said["gpus"])))
+                # The longest request is another one in each layout.
+                request = int((await server.get("/server_info"))["max_req_input_len"])
+                limit = request if longest is None else min(longest, request)
                 await server.decode_ms(engines, 1, 1, request)
                 sizes.append(await _measure_size(server, tp, engines, limit, request, capacity, running, repeats))
         finally:

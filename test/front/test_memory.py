@@ -141,7 +141,9 @@ def test_the_start_makes_the_pool_of_the_plan(
     made = make_settings(argv, "/nowhere", "spawn")
     assert isinstance(made.memory, MemoryPlan) and made.memory.tokens is not None and made.pool is not None
     assert not made.memory.given and made.memory.tokens % 16 == 0
-    assert made.pool.request_tokens == made.memory.tokens - 2 * 16
+    # Far more than the model is made for.
+    assert made.pool.geometry.blocks == 1 + made.memory.tokens // 16 + made.pool.standby_blocks
+    assert made.pool.request_tokens == {1: 8191, 2: 8191}
     assert {tp: args.max_total_tokens for tp, args in made.server_args.items()} == {
         tp: made.pool.geometry.capacity_tokens(tp) for tp in (1, 2)
     }

@@ -17,6 +17,7 @@ from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.policy.admission import Outcome
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.long_requests import Lengths
 from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.upstream import wire
 
@@ -24,7 +25,9 @@ from sglang_adapt.upstream import wire
 class World:
     """A router with engines tp1@0, tp1@1 and tp2@0-1; layout tp1@0,tp1@1 unless told otherwise."""
 
-    def __init__(self, layout: str = "tp1@0,tp1@1", admission: Admission | None = None) -> None:
+    def __init__(
+        self, layout: str = "tp1@0,tp1@1", admission: Admission | None = None, lengths: Lengths | None = None
+    ) -> None:
         self.tokenizer: list[object] = []
         self.outputs: list[object] = []
         self.lost: list[str] = []
@@ -33,6 +36,7 @@ class World:
         self.connected: dict[str, bool] = {}
         self.wake: Callable[[], None] = lambda: None
         self.received: dict[str, list[bytes]] = {}
+        self.on_long: Callable[[], None] = lambda: None
         self.router = Router(
             parse_layout(layout, (1, 2), 2),
             Outlets(
@@ -43,8 +47,10 @@ class World:
                 lost=lambda engine: self.lost.append(engine.name),
                 replied=lambda engine, data: self.replied.append((engine.name, data)),
                 stranded=lambda: self.wake(),
+                long_waits=lambda: self.on_long(),
             ),
             admission=admission,
+            lengths=lengths,
         )
         for name in ("tp1@0", "tp1@1", "tp2@0-1"):
             self.connected[name] = True
@@ -73,8 +79,8 @@ class World:
     def send(self, message: object) -> None:
         self.router.on_front_message(msgpack_encode(message))
 
-    def request(self, rid: str, tokens: int = 8) -> None:
-        self.send(generate(rid, tokens))
+    def request(self, rid: str, tokens: int = 8, new: int | None = 4) -> None:
+        self.send(generate(rid, tokens, new))
 
     def finish(self, name: str, *rids: str) -> None:
         self.output(name, rids, [{"type": "length", "length": 4}] * len(rids))
@@ -102,6 +108,11 @@ class World:
         assert len(where) == sum(len(holder.in_flight) for holder in holders)
         assert {rid: holder.name for rid, holder in self.router._where.items()} == where
         assert self.router.journal.keys() == where.keys()
+        long = self.router.long
+        assert not set(long.waiting) & where.keys()
+        somewhere = where.keys() | self.router._queue.keys() | self.router._held.keys() | set(long.waiting)
+        assert long.needs.keys() <= somewhere
+        assert {*long.waiting} <= long.needs.keys()
         if (admission := self.router.admission) is not None:
             assert admission._records.keys() == where.keys() | self.router._held.keys()
             assert admission.held == len(self.router._held)
@@ -129,7 +140,7 @@ class World:
             assert sums.tightest_tpot_ms == min((one for one in targets if one is not None), default=math.inf)
 
 
-def generate(rid: str, tokens: int = 8) -> io_struct.TokenizedGenerateReqInput:
+def generate(rid: str, tokens: int = 8, new: int | None = 4) -> io_struct.TokenizedGenerateReqInput:
     """A stock tokenized request."""
     return io_struct.TokenizedGenerateReqInput(
         rid=rid,
@@ -138,7 +149,7 @@ def generate(rid: str, tokens: int = 8) -> io_struct.TokenizedGenerateReqInput:
         input_embeds=None,
         mm_inputs=None,
         token_type_ids=None,
-        sampling_params=SamplingParams(max_new_tokens=4),
+        sampling_params=SamplingParams(max_new_tokens=new),
         return_logprob=False,
         logprob_start_len=-1,
         top_logprobs_num=0,

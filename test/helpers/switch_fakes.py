@@ -40,8 +40,10 @@ from sglang_adapt.memory import allocate
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
 from sglang_adapt.router.engine import EngineState
+from sglang_adapt.router.long_requests import Lengths
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.readback import Readback
 from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.switch import Switch
 
@@ -63,6 +65,7 @@ class FakeEngine:
         self.held: tuple[int, dict[str, tuple[int, list[list[int]]]]] | None = None
         self.given_up: set[str] = set()
         self.staying: dict[str, str] = {}
+        self.most: dict[str, int] = {}
         self.told: tuple[int, dict[str, tuple[int, list[list[int]]]]] = (0, {})
         self.ahead: tuple[int, dict[str, tuple[int, list[list[int]]]]] = (0, {})
 
@@ -74,6 +77,7 @@ class FakeEngine:
     def take(self, rid: str, tokens: int) -> None:
         """Run a request; its KV goes into free blocks of the lease, or, if they do not suffice, it waits without."""
         count = -(-tokens // self.page)
+        self.most[rid] = tokens + 4
         free = [sorted(self._free(rank)) for rank in range(self.spec.tp)]
         if min(map(len, free)) < count:
             tokens, count = 0, 0
@@ -99,7 +103,7 @@ class FakeEngine:
                         RequestKind.RUNNING,
                         self.running[rid][0],
                         self.running[rid][0] + 1,
-                        500,
+                        self.most[rid],
                         None,
                         b"-",
                         ahead=ahead,
@@ -151,7 +155,7 @@ class FakeEngine:
                             kind,
                             kv,
                             kv + 1,
-                            500,
+                            self.most[rid],
                             None,
                             b"" if known else b"-",
                             delta=b"+" if known else b"",
@@ -176,6 +180,8 @@ class FakeEngine:
                         assert ahead == request.ahead
                         mine = [[*rank, *rest] for rank, rest in zip(first, mine, strict=True)]
                     assert len(mine[0]) == -(-request.kv_tokens // self.page)
+                    assert request.most_tokens <= SETTINGS.request_tokens[self.spec.tp]
+                    self.most[request.rid] = request.most_tokens
                     self.running[request.rid] = (request.kv_tokens, mine)
                     for rank in ranks:
                         self._join(rank, mine[rank])
@@ -237,8 +243,8 @@ class Node:
         outcomes: of each switch, where it went and what came of it.
     """
 
-    def __init__(self, drain_timeout_s: float = 0.2) -> None:
-        self.world = World(ONES)
+    def __init__(self, drain_timeout_s: float = 0.2, lengths: Lengths | None = None) -> None:
+        self.world = World(ONES, lengths=lengths)
         self.router = self.world.router
         self.faults: dict[tuple[str, str], str] = {}
         self.during: dict[tuple[str, str], Callable[[], None]] = {}
@@ -262,6 +268,7 @@ class Node:
             drain_timeout_s,
             ended=lambda switch, outcome: self.outcomes.append(f"{switch.after}: {outcome}"),
         )
+        self.readback = Readback(self.router, self.pools, self.modes, SPECS)
         self.repair = Repair(
             self.router, self._call, lambda engine, why: self._kill(SPECS[engine.name], why), lambda: self.pools.epoch
         )
@@ -456,7 +463,7 @@ class Node:
         assert not self.router.moving.in_flight
         ended = self.ended()
         assert all(count == 1 for count in ended.values()), ended
-        assert set(places) | set(ended) | set(self.router._queue) == self.sent
+        assert set(places) | set(ended) | set(self.router._queue) | set(self.router.long.waiting) == self.sent
         assert not set(places) & set(ended)
         for name, fake in self.fakes.items():
             assert set(fake.running) == set(self.router.engines[name].in_flight), name

@@ -27,7 +27,8 @@ def test_a_pool_of_llama_8b_for_two_tp_sizes() -> None:
     assert made.standby_blocks == 3
     assert geometry.blocks == 1 + 5000 + 3, "the dummy, what was asked for, and the idle engine's"
     assert geometry.finest_tp == 2
-    assert made.request_tokens == 80000 - 2 * 16
+    assert made.request_tokens == {1: 80000 - 2 * 16, 2: 2 * (80000 - 2 * 16)}
+    assert size_pool(LLAMA_8B, (1, 2), 16, 80000, WARMUP, 100_000).request_tokens == {1: 80000 - 2 * 16, 2: 99_999}
 
 
 def test_tokens_count_at_the_smallest_tp_size() -> None:
@@ -90,7 +91,7 @@ def test_the_longest_request_and_the_warm_up_are_always_admitted(
         made = settings(tp_sizes, page, tokens + 3 * page + 16)
     geometry = made.geometry
     leased = geometry.blocks - 1 - (len(tp_sizes) - 1) * made.standby_blocks
-    assert made.request_tokens >= 2
+    assert min(made.request_tokens.values()) >= 2
 
     def admitted(prompt: int, new: int, blocks: int, size: int) -> bool:
         return -(-prompt // size) * size + new + size < blocks * size
@@ -98,7 +99,7 @@ def test_the_longest_request_and_the_warm_up_are_always_admitted(
     for tp in tp_sizes:
         size = geometry.tokens_per_block(tp)
         assert admitted(*WARMUP, made.standby_blocks, size)
-        longest = made.request_tokens
+        longest = made.request_tokens[tp]
         # init_req_max_new_tokens leaves prompt + new <= longest - 1.
         for prompt in {1, longest // 2, longest - 2} - {0, -1}:
             assert admitted(prompt, longest - 1 - prompt, leased, size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +60,28 @@ def test_requests_stay_on_their_gpus_and_spread_over_equal_engines() -> None:
     assert [carriage.engine for carriage in stay] == ["tp1@1", "tp1@0"]
     spread = carry([Mover(str(n), (0, 1), 50, 60) for n in range(6)], rooms, Strategy.AUTO)
     assert [carriage.engine for carriage in spread].count("tp1@0") == 3
+
+
+@given(MOVERS, ROOMS, st.sampled_from([Strategy.AUTO, Strategy.MIGRATE, Strategy.RECOMPUTE]))
+def test_no_request_goes_to_an_engine_that_does_not_hold_it(movers, rooms, strategy) -> None:
+    movers = [replace(mover, most_tokens=mover.length + 100) for mover in movers]
+    rooms = [replace(room, request_tokens=50 * room.page) for room in rooms]
+    by_name = {room.engine: room for room in rooms}
+    try:
+        carriages = carry(movers, rooms, strategy)
+    except NoRoomError as error:
+        most = max(room.request_tokens for room in rooms)
+        too_long = [mover for mover in movers if mover.most_tokens > most]
+        assert any(mover.rid in str(error) for mover in too_long) or strategy is Strategy.MIGRATE
+        return
+    for mover, carriage in zip(movers, carriages, strict=True):
+        assert mover.most_tokens <= by_name[carriage.engine].request_tokens
+
+
+def test_a_request_that_is_too_long_for_all_is_named_with_ways_out() -> None:
+    mover = Mover("long", (0, 1), 150, 151, 180)
+    with pytest.raises(NoRoomError, match=r"request long may come to have 180 tokens.*tp1@0 holds 100.*strategy drain"):
+        carry([mover], [Room("tp1@0", (0,), 99, 16, request_tokens=100)], Strategy.AUTO)
 
 
 def test_where_there_is_no_room_at_home_kv_goes_elsewhere() -> None:

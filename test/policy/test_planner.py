@@ -15,7 +15,7 @@ from sglang_adapt.policy.assign import greedy, place
 from sglang_adapt.policy.demand import Arrivals, Demand, Terms, Unfinished, Window, demands
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.planner import CALM, STARVED, History, Plan, Situation, Trigger, plan
+from sglang_adapt.policy.planner import CALM, LINGER, STARVED, History, Plan, Situation, Trigger, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.policy.worth import Appraiser, Row
 
@@ -135,6 +135,47 @@ def test_a_long_request_gets_an_engine_that_holds_it() -> None:
     assert not plan(situation(demand(50.0), speeds=speeds, longest_tokens=4000)).move
 
 
+def long_speeds() -> tuple[Speed, ...]:
+    return tuple(replace(one, request_tokens=4000 * one.tp) for one in SPEEDS)
+
+
+def test_what_was_bound_for_a_long_request_stays_for_some_windows_after_it() -> None:
+    # So much that what is bound leaves load behind.
+    now = situation(demand(100.0), speeds=long_speeds(), longest_tokens=6000)
+    bound = plan(now)
+    now = replace(now, layout=bound.layout, history=bound.history, longest_tokens=0)
+    plans = follow(now, LINGER + 3)
+    assert [one.move for one in plans].index(True) == LINGER
+    assert (str(plans[-1].layout), moves(plans), plans[LINGER].trigger) == (ONES, 1, Trigger.LOAD)
+    # Of what has ended nothing is bound, and one that comes back starts the time again.
+    assert not plan(replace(now, layout=parse_layout(ONES, (1, 2, 4), 4))).move
+    later = follow(now, 2)[-1]
+    again = plan(replace(now, history=later.history, longest_tokens=6000))
+    assert (later.history.since, again.history.since) == (2, 0)
+
+
+def test_what_runs_is_never_planned_onto_an_engine_that_does_not_hold_it() -> None:
+    # A burst that only narrow engines carry, with a long request on the wide one.
+    busy = situation(demand(100.0), layout=FOUR, speeds=long_speeds())
+    assert str(plan(busy).layout) == ONES
+    held = plan(replace(busy, running={FOUR: Running(5, 1e6, 6000)}, longest_tokens=6000))
+    assert (held.move, str(held.layout)) == (True, "tp2@0-1,tp1@2,tp1@3")
+    held = plan(replace(busy, running={FOUR: Running(5, 1e6, 9000)}, longest_tokens=9000))
+    assert (held.move, str(held.layout)) == (False, FOUR)
+
+
+def test_the_engine_of_a_long_request_stays_of_several_of_its_size() -> None:
+    two = parse_layout("tp2@0-1,tp2@2-3", (1, 2), 4)
+    assert str(place({2: 1, 1: 2}, 4, two, {"tp2@2-3": 9e9})) == "tp2@0-1,tp1@2,tp1@3"
+    assert str(place({2: 1, 1: 2}, 4, two, {"tp2@2-3": 9e9}, ["tp2@2-3"])) == "tp1@0,tp1@1,tp2@2-3"
+    # Both have one, and a layout with one wide engine would be better.
+    running = {engine.name: Running(1, 1e6, 6000) for engine in two.engines}
+    now = situation(demand(100.0), layout=str(two), speeds=long_speeds()[:2], running=running, longest_tokens=6000)
+    decided = plan(now)
+    assert (decided.move, decided.wanted) == (False, two)
+    assert "tp2@2-3 stays while it has a request of 6000 tokens, which tp2@0-1,tp1@2,tp1@3 would not" in decided.reason
+
+
 def test_the_group_with_least_to_move_is_taken() -> None:
     speeds = tuple(replace(one, request_tokens=4000 * one.tp) for one in SPEEDS)
     running = {"tp1@0": Running(9, 9e9), "tp1@3": Running(1, 1e6)}
@@ -249,8 +290,12 @@ def situations(draw: st.DrawFn) -> Situation:
         engines.append(f"tp{tp}@{first}" + (f"-{first + tp - 1}" if tp > 1 else ""))
         first += tp
     layout = parse_layout(",".join(engines), sizes, gpus)
-    running = {engine.name: Running(draw(st.integers(0, 9)), draw(st.integers(0, 10**9))) for engine in layout.engines}
-    longest = draw(st.sampled_from((0, 500, 2000)))
+    running = {}
+    for engine in layout.engines:
+        lengths = (0, *(one.request_tokens for one in speeds if speeds[0].tp < one.tp <= engine.tp))
+        long = draw(st.sampled_from(lengths))
+        running[engine.name] = Running(draw(st.integers(0, 9)), draw(st.integers(0, 10**9)), long)
+    longest = max(draw(st.sampled_from((0, 500, 2000))), *(one.longest_tokens for one in running.values()))
     return Situation(tuple(asked), speeds, gpus, layout, running, CHEAP, longest)
 
 
@@ -284,8 +329,21 @@ def test_gpus_are_always_exactly_partitioned_and_the_same_input_gives_the_same_p
 
 
 @given(situations())
+@settings(max_examples=150, deadline=None)
+def test_no_request_is_planned_onto_an_engine_that_does_not_hold_it(now: Situation) -> None:
+    decided = plan(now)
+    holds = {one.tp: one.request_tokens for one in now.speeds}
+    entering = [holds[one.tp] for one in decided.wanted.engines if one not in now.layout.engines]
+    for engine in now.layout.engines:
+        if engine not in decided.wanted.engines:
+            assert now.running[engine.name].longest_tokens <= max(entering)
+
+
+@given(situations())
 @settings(max_examples=80, deadline=None)
 def test_no_tier_waits_for_an_engine_longer_than_stated(now: Situation) -> None:
+    # A request that only its engine holds may keep its layout for as long as it runs.
+    now = replace(now, running={name: replace(one, longest_tokens=0) for name, one in now.running.items()})
     plans = follow(now, 3 * (STARVED + len(now.demands)))
     asked = [one for one in now.demands if one.is_there]
     assert longest_wait(asked, now, plans) <= STARVED + len(now.demands)

@@ -3,114 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+from manager_story import Story, run
 from sglang.srt.managers import io_struct
-from switch_fakes import ONES, TWO, Node
+from switch_fakes import ONES, TWO
 
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import Layout, parse_layout
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Terms
-from sglang_adapt.policy.efficiency import Speed
-from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.planner import CALM, Plan
-from sglang_adapt.policy.price import Price
+from sglang_adapt.policy.planner import CALM
 from sglang_adapt.router.engine import EngineState
-from sglang_adapt.router.manager import REST_WINDOWS, Manager, OrderRefusedError, Planning
+from sglang_adapt.router.manager import PAUSED_WINDOWS, REST_WINDOWS, OrderRefusedError
 from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
-from sglang_adapt.router.traffic import Traffic
+from sglang_adapt.router.traffic import WINDOWS
 
 LOOSE, STRICT = Terms("loose", 1.0, 3000.0, 60.0), Terms("strict", 4.0, 500.0, 7.0)
-
-
-class Line:
-    """A step takes so long, and so much more for each request."""
-
-    def __init__(self, step_ms: float, request_ms: float) -> None:
-        self._step_ms, self._request_ms = step_ms, request_ms
-
-    def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
-        return 2.0 + 0.02 * tokens if tokens > 0 else 0.0
-
-    def decode_ms(self, batch: float, context: float) -> float:
-        return self._step_ms + self._request_ms * batch if batch > 0 else 0.0
-
-
-SPEEDS = (
-    Speed(1, Line(8.0, 0.2), Bounds(16, 2048, 64), 40_000, 1000),
-    Speed(2, Line(5.0, 0.2), Bounds(32, 2048, 64), 80_000, 1000),
-)
-
-
-class Story:
-    """A node with a manager; a window is a second long, whenever it is closed."""
-
-    def __init__(
-        self, policy: AdaptPolicy = AdaptPolicy.AUTO, terms: tuple[Terms, ...] = (Terms("all"),), layout: str = ONES
-    ) -> None:
-        self.node = Node()
-        self.now_s = 0.0
-        self.terms = terms
-        self.speeds = SPEEDS
-        self.plans: list[Plan] = []
-        # Ids begin with the tier.
-        self.traffic = Traffic(lambda rid: rid.split("-")[0], lambda: self.now_s)
-        planning = Planning(
-            gpus=2,
-            terms=lambda: self.terms,
-            speeds=lambda: self.speeds,
-            token_bytes=1024,
-            price=Price(1.0, 1e12),
-            planned=lambda plan, seconds: self.plans.append(plan),
-        )
-        auto = policy is AdaptPolicy.AUTO
-        if auto:
-            self.node.router._traffic = self.traffic
-        self.manager = Manager(
-            policy, self.node.modes, self.node.router, 1.0, planning if auto else None, self.traffic if auto else None
-        )
-        ended = self.node.modes._ended
-
-        def both(switch: object, outcome: Outcome) -> None:
-            ended(switch, outcome)  # type: ignore[arg-type]
-            self.manager.switched(switch, outcome)  # type: ignore[arg-type]
-
-        self.node.modes._ended = both
-        self._count = 0
-
-    @property
-    def layout(self) -> str:
-        return str(self.node.router.layout)
-
-    def arrive(self, requests: int, tier: str = "all", *, end: bool = True, tokens: int = 16) -> None:
-        rids = [f"{tier}-{self._count + at}" for at in range(requests)]
-        self._count += requests
-        self.node.request(*rids, tokens=tokens)
-        if end:
-            self.node.finish(*rids)
-
-    async def window(self, requests: int = 0, tier: str = "all", **more: object) -> Plan | None:
-        self.arrive(requests, tier, **more)  # type: ignore[arg-type]
-        self.now_s += 1.0
-        decided = await self.manager.step()
-        await self.node.settle()
-        self.node.check()
-        return decided
-
-
-def run(tell: Callable[[Story], Awaitable[None]], **made: object) -> None:
-    async def all_of_it() -> None:
-        story = Story(**made)  # type: ignore[arg-type]
-        await tell(story)
-        story.node.finish()
-        await story.node.settle()
-        assert set(story.node.ended()) == story.node.sent
-        assert set(story.node.ended().values()) <= {1}
-
-    asyncio.run(all_of_it())
 
 
 def test_the_layout_follows_low_load_and_bursts() -> None:
@@ -160,14 +70,94 @@ def test_a_tight_tier_gets_a_wide_engine_at_once() -> None:
     run(tell, terms=(LOOSE, STRICT))
 
 
-def test_a_long_request_gets_an_engine_that_holds_it() -> None:
+def test_others_are_paused_in_place_for_a_tight_tier_and_go_on_after_it() -> None:
     async def tell(story: Story) -> None:
-        story.speeds = (replace(SPEEDS[0], request_tokens=100), replace(SPEEDS[1], request_tokens=1000))
-        story.arrive(1, end=False, tokens=150)
-        await story.window(1)
-        assert (story.layout, story.manager.said()["trigger"]) == (TWO, "long_context")
+        story.arrive(4, "loose", end=False, tokens=40)
+        await story.window(1, "strict")
+        switch = story.manager.said()["switches"][-1]
+        assert (story.layout, switch["strategy"], switch["requests"]) == (TWO, "keep", {"kept": 4})
+        assert switch["reason"].startswith("priority: tier strict")
+        assert story.node.where() == {}
+        # The rate of the tight tier is known for as many windows as count.
+        for _ in range(WINDOWS):
+            await story.window(1, "loose")
+        assert (story.layout, story.node.where()) == (TWO, {})
+        await story.window(1200, "loose")
+        assert story.layout == ONES
+        switch = story.manager.said()["switches"][-1]
+        assert switch["requests"] == {"resumed": 4}
+        assert sum(map(len, story.node.where().values())) == 4
 
-    run(tell)
+    run(tell, terms=(LOOSE, STRICT))
+
+
+def test_what_is_paused_is_not_paused_for_ever() -> None:
+    async def tell(story: Story) -> None:
+        story.arrive(4, "loose", end=False, tokens=40)
+        for _ in range(PAUSED_WINDOWS + 1):
+            await story.window(1, "strict")
+            assert (story.layout, story.node.where()) == (TWO, {})
+        await story.window(1, "strict")
+        await story.node.settle()
+        assert {name: len(rids) for name, rids in story.node.where().items()} == {TWO: 4}
+
+    run(tell, terms=(LOOSE, STRICT))
+
+
+def test_what_is_paused_gives_its_blocks_to_a_long_request() -> None:
+    async def tell(story: Story) -> None:
+        story.arrive(4, "loose", end=False, tokens=40)
+        await story.window(1, "strict")
+        assert story.node.where() == {}
+        story.node.request("strict-long", tokens=1200)
+        assert story.node.where() == {TWO: ["strict-long"]}
+        await story.window(0)
+        assert len(story.node.where()[TWO]) == 5
+
+    run(tell, terms=(LOOSE, STRICT), limits=(1000, 2000))
+
+
+def test_requests_of_the_tight_tier_itself_are_moved_and_not_paused() -> None:
+    async def tell(story: Story) -> None:
+        story.arrive(2, "loose", end=False, tokens=40)
+        story.arrive(1, "strict", end=False, tokens=40)
+        await story.window(0)
+        assert story.manager.said()["switches"][-1]["requests"] == {"migrated": 3}
+
+    run(tell, terms=(LOOSE, STRICT))
+
+
+def test_tiers_are_promised_on_the_engines_that_are_there_for_them() -> None:
+    async def tell(story: Story) -> None:
+        await story.window(200, "loose")
+        both = frozenset({"loose", "strict"})
+        # Nobody has asked for the strict tier, which is promised wherever it can be.
+        assert story.assigned == {"tp1@0": both, "tp1@1": both}
+        await story.window(1, "strict")
+        assert (story.layout, story.assigned) == (TWO, {TWO: both})
+        # Another layout than the one that was planned.
+        await story.manager.order(parse_layout(ONES, (1, 2), 2), Strategy.AUTO, "mine")
+        assert story.assigned == {}
+
+    run(tell, terms=(LOOSE, STRICT))
+
+
+def test_tiers_of_engines_that_are_down_are_promised_on_the_others() -> None:
+    even = (replace(LOOSE, ttft_ms=2000.0), replace(STRICT, weight=1.0, ttft_ms=2000.0, tpot_ms=60.0))
+
+    async def tell(story: Story) -> None:
+        story.arrive(400, "loose")
+        await story.window(400, "strict")
+        assert story.layout == ONES
+        assert story.manager.said()["planner"]["tiers"] == {"tp1@0": ["loose"], "tp1@1": ["strict"]}
+        alone = {"tp1@0": frozenset({"loose"}), "tp1@1": frozenset({"strict"})}
+        assert story.assigned == alone
+        story.node.die("tp1@0")
+        assert story.assigned == {"tp1@0": frozenset({"loose"}), "tp1@1": frozenset({"loose", "strict"})}
+        await story.node.settle()
+        assert story.assigned == alone
+
+    run(tell, terms=even)
 
 
 def test_an_operators_order_holds_until_control_is_given_back() -> None:

@@ -209,19 +209,19 @@ def test_requests_that_do_not_fit_are_a_reason_to_refuse() -> None:
 def test_the_engines_that_serve_are_those_that_get_requests_and_say_so() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)
-        assert (await node.modes.readback())["serving"] == ["tp1@0", "tp1@1"]
+        assert (await node.readback.read())["serving"] == ["tp1@0", "tp1@1"]
         await node.switch(TWO, "keep")
         # Prefixes of what it keeps stay in its lease, which is then as large as one that serves.
         node.fakes["tp1@0"].lease[0] |= {900, 901, 902}
-        said = await node.modes.readback()
+        said = await node.readback.read()
         assert said["engines"]["tp1@0"]["leased_blocks"] > SETTINGS.standby_blocks
         assert said["kept"] == {"tp1@0": 2, "tp1@1": 2}
         assert said["serving"] == ["tp2@0-1"]
         node.faults[("tp2@0-1", "kv_state")] = "refuse"
-        said = await node.modes.readback()
+        said = await node.readback.read()
         assert (said["serving"], said["engines"]["tp2@0-1"]["error"]) == ([], "tp2@0-1: kv_state was refused")
         node.fakes["tp2@0-1"].lease[1].pop()
-        said = await node.modes.readback()
+        said = await node.readback.read()
         assert said["serving"] == []
         assert "which should be one number" in said["engines"]["tp2@0-1"]["error"]
 
@@ -234,7 +234,7 @@ def test_engines_are_asked_all_at_once() -> None:
         for name in SPECS:
             node.turns[(name, "kv_state")] = 50
             node.during[(name, "kv_state")] = lambda: asked.append(sum(map(len, node._pending.values())))
-        await node.modes.readback()
+        await node.readback.read()
         assert asked == [3, 3, 3]
 
     asyncio.run(story(Node()))

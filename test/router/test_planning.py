@@ -32,9 +32,9 @@ def test_without_tiers_there_is_one_without_targets() -> None:
     assert (only.tier, only.ttft_ms, only.tpot_ms) == ("all", None, None)
     one, two = planning().speeds()
     assert (one.tp, two.tp, one.bounds.page_tokens, two.bounds.page_tokens) == (1, 2, 16, 32)
-    # Twice the tokens at twice the GPUs; the longest request is the same.
+    # Twice the tokens at twice the GPUs, and so the longest request.
     assert two.kv_tokens == 2 * one.kv_tokens >= 2 * 1600
-    assert one.request_tokens == two.request_tokens == POOL.request_tokens
+    assert {1: one.request_tokens, 2: two.request_tokens} == POOL.request_tokens
     assert one.times.decode_ms(1, 1) == 3.0
     # K and V of 2 layers with 4 heads of 32 numbers of 2 bytes.
     assert planning().token_bytes == 2 * 2 * 4 * 32 * 2
@@ -47,5 +47,10 @@ def test_tiers_and_corrections_are_those_of_now() -> None:
     assert (interactive.tier, interactive.weight, interactive.tpot_ms) == ("interactive", 2.0, 25.0)
     assert background.ttft_ms is None
     assert [one.times.decode_ms(1, 1) for one in made.speeds()] == [12.0, 12.0]
+    told: list[object] = []
+    admission.assign = told.append
+    made.assign({"tp1@0": frozenset({"interactive"})})
+    assert told == [{"tp1@0": frozenset({"interactive"})}]
+    planning().assign({"tp1@0": frozenset()})
     admission.corrections[2] = Correction(1.0, 0.5)
     assert made.speeds()[1].times.decode_ms(1, 1) == 1.5

@@ -1,4 +1,4 @@
-"""A server whose layout follows low load and bursts (`--adapt-policy auto`), on two virtual GPUs.
+"""A server whose layout follows low load, bursts and long prompts (`--adapt-policy auto`), on two virtual GPUs.
 
 On two CPU cores a wide engine is never quicker, so the planner is given a profile in which it is, as on GPUs: what is
 tested is that the layout follows, not that it pays.
@@ -29,6 +29,9 @@ pytestmark = pytest.mark.engine
 ONES, TWO = "tp1@0,tp1@1", "tp2@0-1"
 TOKENS = 16
 CLIENTS = 16
+POOL_TOKENS = 1024
+"""At TP 1; twice as many at TP 2. Stock's has 32,768."""
+LONGEST = {ONES: POOL_TOKENS - 2 * 8, TWO: 2 * (POOL_TOKENS - 2 * 8)}
 PAUSE_S = 0.7
 """Between the requests of the low load, as its clients have it: at most one and a half a second."""
 
@@ -52,6 +55,7 @@ def profile(path: Path) -> Path:
 def server(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
     file = profile(tmp_path_factory.mktemp("profile") / "profile.json")
     flags = ["--adapt-virtual-gpus", "2", "--adapt-policy", "auto", "--adapt-interval", "0.3", "--enable-metrics"]
+    flags += ["--max-total-tokens", str(POOL_TOKENS)]
     return start("follows", *flags, "--adapt-profile", str(file))
 
 
@@ -136,6 +140,44 @@ def test_the_layout_follows_and_all_answers_are_stocks(
     assert made >= len(said["switches"])
 
 
+def longest_prompt(server: Server) -> int:
+    tokens: int = HTTP.get(f"{server.url}/server_info").json()["max_req_input_len"]
+    return tokens
+
+
+def test_a_prompt_that_only_a_wide_engine_holds_amid_others(
+    server: Server, stock: Server, expected: list[tuple[dict[str, Any], Answer]]
+) -> None:
+    greedy = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+    body = {"input_ids": prompt(LONGEST[ONES] * 3 // 2, 99), "sampling_params": greedy, "stream": True}
+    steady = body | {"input_ids": prompt(40, 98), "sampling_params": greedy | {"max_new_tokens": 400}}
+    answer, steady_answer = ask(stock, body), ask(stock, steady)
+    with burst(server, expected) as right, ThreadPoolExecutor(2) as pool:
+        wait_for(lambda: active(server) == ONES, server)
+        assert longest_prompt(server) == LONGEST[TWO] - 5
+        before = len(right)
+        other = pool.submit(ask, server, steady)
+        wait_for(lambda: len(right) >= before + CLIENTS, server)
+        long = pool.submit(ask, server, body)
+        wait_for(lambda: (said := layout_of(server))["active"] == TWO and said["switching_to"] is None, server)
+        # No one can take its engine from it.
+        refused = switch(server, ONES)
+        assert refused.status_code == 409, refused.text
+        assert f"hold requests of {LONGEST[ONES]}; let it end first (strategy drain)" in refused.json()["message"]
+        assert long.result(LIMIT_S).equals(answer)
+        assert other.result(LIMIT_S).equals(steady_answer)
+        # It is let go afterwards, and the others have gone on all the time.
+        wait_for(lambda: active(server) == ONES, server)
+        assert len(right) >= before + 2 * CLIENTS
+    bound = [one for one in layout_of(server)["switches"] if one["reason"].startswith("long_context: a request of ")]
+    assert (bound[-1]["outcome"], bound[-1]["to"]) == ("switched", TWO)
+    assert sum(bound[-1]["requests"].values()) > 0
+    metrics = HTTP.get(f"{server.url}/metrics").text.splitlines()
+    assert any('decision="move"' in line and 'trigger="long_context"' in line for line in metrics)
+    text = HTTP.post(f"{server.url}/generate", json=body | {"input_ids": prompt(LONGEST[TWO], 1)}).text
+    assert f"exceeds the maximum allowed length ({LONGEST[TWO] - 5} tokens): tp2@0-1, the widest engine" in text
+
+
 def test_an_operator_takes_control_and_gives_it_back(
     server: Server, expected: list[tuple[dict[str, Any], Answer]]
 ) -> None:
@@ -145,6 +187,12 @@ def test_an_operator_takes_control_and_gives_it_back(
     # The planner goes on to tell what it would do, and does not do it.
     low_load(server, expected, lambda: (layout_of(server)["planner"] or {}).get("move", False))
     assert active(server) == ONES
+    # In its hands nothing wider is bound, and that is the limit.
+    assert longest_prompt(server) == LONGEST[ONES] - 5
+    body = {"input_ids": prompt(LONGEST[ONES], 1), "sampling_params": {"max_new_tokens": 4}}
+    too_long = HTTP.post(f"{server.url}/generate", json=body)
+    assert too_long.status_code == 400
+    assert "tp2@0-1 would hold 2016: let the planner decide again (POST /adapt/layout with auto)" in too_long.text
     assert switch(server, "auto").json() == {"active": ONES, "control": "planner"}
     low_load(server, expected, lambda: active(server) == TWO)
 

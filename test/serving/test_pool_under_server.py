@@ -50,13 +50,17 @@ def test_the_layout_has_all_blocks(small: Server) -> None:
     assert blocks(small) == LEASES
 
 
-def test_a_request_longer_than_a_gpu_holds_is_refused_at_every_tp_size(small: Server) -> None:
-    refused = generate(small, TOKENS + 8, 4)
+@pytest.mark.parametrize(("layout", "tokens"), [("tp1@0,tp1@1", TOKENS - 32), ("tp2@0-1", 2 * (TOKENS - 32))])
+def test_the_longest_request_is_what_the_layout_holds(small: Server, layout: str, tokens: int) -> None:
+    assert httpx.post(f"{small.url}/adapt/layout", json={"layout": layout}, timeout=60).status_code == 200
+    refused = generate(small, tokens - 5, 4)
     assert refused.status_code == 400
-    assert f"exceeds the maximum allowed length ({TOKENS - 32 - 5} tokens)" in refused.text
-    longest = generate(small, TOKENS - 32 - 6, 4)
+    assert f"exceeds the maximum allowed length ({tokens - 5} tokens): layout {layout} holds" in refused.text
+    assert ("start the server with --adapt-policy auto" in refused.text) == (tokens < TOKENS)
+    longest = generate(small, tokens - 6, 4)
     assert longest.status_code == 200
     assert longest.json()["meta_info"]["completion_tokens"] == 4
+    assert httpx.get(f"{small.url}/server_info", timeout=60).json()["max_req_input_len"] == tokens - 5
 
 
 def test_more_requests_than_fit_at_once_wait_and_end(small: Server) -> None:

@@ -40,10 +40,17 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class RouterStatus(msgspec.Struct, frozen=True, tag=True):
-    """Router to front: sent on every change of an engine's state and every second as a sign of life."""
+    """Router to front: sent on every change of an engine's state and every second as a sign of life.
+
+    Attributes:
+        layout: that serves.
+        engines: all of them.
+        request_tokens: the longest request that is accepted now, prompt and output; 0 where every engine decides alone.
+    """
 
     layout: str
     engines: list[EngineStatus]
+    request_tokens: int = 0
 
 
 class DrainRequest(msgspec.Struct, frozen=True, tag=True):

@@ -49,9 +49,10 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         "--adapt-policy",
         choices=[policy.value for policy in AdaptPolicy],
         default=AdaptPolicy.MANUAL.value,
-        help="who decides on the layout. auto: a planner, by the traffic, until POST /adapt/layout orders one (layout "
-        "auto gives it back); manual: POST /adapt/layout only; static: nobody (default: %(default)s, because a "
-        "layout that moves by itself should be wanted, and auto is as good as --adapt-profile)",
+        help="who decides on the layout. auto: a planner, by the traffic and for prompts that only a wider engine "
+        "holds, until POST /adapt/layout orders one (layout auto gives it back); manual: POST /adapt/layout only; "
+        "static: nobody (default: %(default)s, because a layout that moves by itself should be wanted, and auto is as "
+        "good as --adapt-profile)",
     )
     group.add_argument(
         "--adapt-interval",

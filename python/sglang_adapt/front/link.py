@@ -32,10 +32,17 @@ class RouterLink:
     Args:
         endpoint: where to listen; the router connects.
         on_report: told how each request with a tier has ended.
+        on_status: told each status.
     """
 
-    def __init__(self, endpoint: str, on_report: Callable[[RequestReport], None] = lambda report: None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        on_report: Callable[[RequestReport], None] = lambda report: None,
+        on_status: Callable[[RouterStatus], None] = lambda status: None,
+    ) -> None:
         self._on_report = on_report
+        self._on_status = on_status
         self._admissions: dict[int, asyncio.Future[AdmitAnswer]] = {}
         self._endpoint = endpoint
         self._task: asyncio.Task[None] | None = None
@@ -71,6 +78,7 @@ class RouterLink:
                 continue
             self._status = message
             self._heard_at = time.monotonic()
+            self._on_status(message)
             self._heard.set()
 
     @property

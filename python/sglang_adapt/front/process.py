@@ -17,6 +17,7 @@ from typing import Any
 import setproctitle
 
 from sglang_adapt.core.layout import LayoutError
+from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.core.slo import Terms
 from sglang_adapt.front.accounting import Accounting
@@ -30,6 +31,7 @@ from sglang_adapt.front.link import RouterLink
 from sglang_adapt.front.refusal_log import RefusalLog
 from sglang_adapt.front.settings import Settings, make_settings
 from sglang_adapt.front.slo_api import SloApi
+from sglang_adapt.policy.lengths import MARGIN
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_lines
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
     launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool, settings.tiers)
     accounting = _accounting(settings)
-    link = RouterLink(control, accounting.ended)
+    link = RouterLink(control, accounting.ended, _tell_limits)
     args = settings.server_args[config.tp_sizes[0]]
     tiers = settings.tiers
     refusals = RefusalLog()
@@ -129,6 +131,14 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_START_FAILED)
+
+
+def _tell_limits(status: RouterStatus) -> None:
+    """Let stock's `/server_info` follow what the layout, or what can be bound, holds."""
+    from sglang_adapt.upstream import front as upstream
+
+    if status.request_tokens:
+        upstream.tell_longest_prompt(status.request_tokens - MARGIN)
 
 
 def _accounting(settings: Settings) -> Accounting:

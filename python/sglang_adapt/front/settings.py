@@ -105,7 +105,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
             extra += ["--max-running-requests", str(_VIRTUAL_MAX_RUNNING_REQUESTS)]
     server_args = {tp: upstream.parse_server_args([*rest, *extra, "--tp-size", str(tp)]) for tp in tp_sizes}
     finest = server_args[tp_sizes[-1]]
-    pool = shape = None
+    pool = shape = context = None
     page_size = finest.page_size
     if len(tp_sizes) > 1:
         fault = upstream.sharing_fault(finest, tp_sizes)
@@ -115,11 +115,12 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         asked = upstream.asked_page_size(rest)
         page_size = asked or (VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS)
         # A pool that cannot be, of whatever size, is refused before it is planned.
-        pool = _pool(shape, tp_sizes, page_size, finest.max_total_tokens)
+        context = upstream.context_tokens(finest)
+        pool = _pool(shape, tp_sizes, page_size, finest.max_total_tokens, context)
     memory = _plan_memory(server_args, gpus, virtual, ours.adapt_overheads_file, shape, page_size)
     if shape is not None:
         if isinstance(memory, MemoryPlan):
-            pool = _pool(shape, tp_sizes, page_size, memory.tokens)
+            pool = _pool(shape, tp_sizes, page_size, memory.tokens, context)
         assert pool is not None
         server_args = {tp: _on_pool([*rest, *extra, "--tp-size", str(tp)], pool, tp) for tp in tp_sizes}
     config = AdaptConfig(
@@ -216,13 +217,15 @@ def _kv_shape(server_args: Any) -> KvShape:
         raise SettingsError(str(error)) from None
 
 
-def _pool(shape: KvShape, tp_sizes: tuple[int, ...], page_size: int, tokens: int | None) -> PoolSettings | None:
+def _pool(
+    shape: KvShape, tp_sizes: tuple[int, ...], page_size: int, tokens: int | None, context: int | None
+) -> PoolSettings | None:
     """The KV pool of `tokens` tokens; None, and only the rest is checked, where the plan has to say how many."""
     try:
         if tokens is None:
             pool_cost(shape, tp_sizes, page_size, WARMUP)
             return None
-        return size_pool(shape, tp_sizes, page_size, tokens, WARMUP)
+        return size_pool(shape, tp_sizes, page_size, tokens, WARMUP, context)
     except GeometryError as error:
         raise SettingsError(str(error)) from None
 

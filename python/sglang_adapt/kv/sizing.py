@@ -7,6 +7,7 @@ its warm-up request at any time, also when it is started again while the layout'
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from sglang_adapt.kv.geometry import GeometryError, PoolGeometry
@@ -42,13 +43,12 @@ class PoolSettings:
     Attributes:
         geometry: shapes of a GPU's region.
         standby_blocks: blocks on each rank that an engine outside the layout keeps.
-        request_tokens: the longest request (prompt and output) that is served, the same at every TP size, so that
-            what a request may become does not depend on the engine that it meets first.
+        request_tokens: by TP size, ascending, the longest request (prompt and output) that an engine holds.
     """
 
     geometry: PoolGeometry
     standby_blocks: int
-    request_tokens: int
+    request_tokens: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,12 @@ def pool_cost(shape: KvShape, tp_sizes: tuple[int, ...], page_tokens: int, warmu
 
 
 def size_pool(
-    shape: KvShape, tp_sizes: tuple[int, ...], page_tokens: int, max_total_tokens: int, warmup: tuple[int, int]
+    shape: KvShape,
+    tp_sizes: tuple[int, ...],
+    page_tokens: int,
+    max_total_tokens: int,
+    warmup: tuple[int, int],
+    context_tokens: int | None = None,
 ) -> PoolSettings:
     """The pool that holds `max_total_tokens` tokens of one engine of the smallest TP size.
 
@@ -87,6 +92,7 @@ def size_pool(
             rank of it stores fewer heads.
         max_total_tokens: rounded down to whole pages.
         warmup: (prompt tokens, new tokens) of the request that an engine outside the layout must be able to run.
+        context_tokens: that the model is made for; a longer request is not served, whatever the pool holds.
 
     Raises:
         GeometryError: names the flag and what would do.
@@ -124,7 +130,10 @@ def size_pool(
     return PoolSettings(
         geometry=replace(geometry, blocks=1 + blocks + engines_beside * standby),
         standby_blocks=standby,
-        request_tokens=(blocks - 2) * page_tokens,
+        request_tokens={
+            tp: min((blocks - 2) * geometry.tokens_per_block(tp), (context_tokens or sys.maxsize) - 1)
+            for tp in tp_sizes
+        },
     )
 
 

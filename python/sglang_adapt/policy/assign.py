@@ -8,7 +8,7 @@ numbers of engines into a layout of aligned groups that leaves running engines w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.policy.worth import Counts, Row
@@ -87,7 +87,7 @@ def count(layout: Layout) -> Counter[int]:
     return Counter(engine.tp for engine in layout.engines)
 
 
-def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float]) -> Layout:
+def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float], bound: Collection[str] = ()) -> Layout:
     """Aligned groups for these engines.
 
     The widest are placed first, so what is left is made of whole groups for the narrower ones. An engine that serves
@@ -98,10 +98,12 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float])
         gpus: of the deployment.
         current: the layout that serves.
         busy: bytes of KV on its engines, by name.
+        bound: engines that stay before any other, because of what they have.
     """
     if sum(tp * number for tp, number in counts.items()) != gpus:
         raise ValueError(f"{dict(counts)} are not {gpus} GPUs")
     there = set(current.engines)
+    stay = {engine for engine in current.engines if engine.name in bound} if bound else frozenset()
     load = [0.0] * gpus
     for engine in current.engines:
         for gpu in engine.gpus:
@@ -110,12 +112,35 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float])
     engines: list[EngineSpec] = []
     for tp in sorted((tp for tp, number in counts.items() if number), reverse=True):
         groups = [EngineSpec(first, tp) for first in range(0, gpus, tp) if free[first]]
-        groups.sort(key=lambda group: (group not in there, sum(load[gpu] for gpu in group.gpus), group.first_gpu))
+        groups.sort(
+            key=lambda group: (
+                group not in stay,
+                group not in there,
+                sum(load[gpu] for gpu in group.gpus),
+                group.first_gpu,
+            )
+        )
         for group in groups[: counts[tp]]:
             engines.append(group)
             for gpu in group.gpus:
                 free[gpu] = False
     return Layout(tuple(sorted(engines)))
+
+
+def promises(
+    tiers: Mapping[str, Sequence[str]], known: Sequence[str], up: Collection[str]
+) -> dict[str, frozenset[str]]:
+    """Tiers whose requests are promised their targets, by engine.
+
+    Args:
+        tiers: that each engine of the layout is there for, by its name.
+        known: all tiers. One that is on no engine that is up, as nobody asked for it or its engines have died, is
+            promised on all.
+        up: engines that are up, by name.
+    """
+    somewhere = {tier for engine, own in tiers.items() if engine in up for tier in own}
+    rest = frozenset(known) - somewhere
+    return {engine: frozenset(own) | rest for engine, own in tiers.items()}
 
 
 def tiers_of(own: Mapping[str, Counter[int]], layout: Layout, rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:

@@ -7,6 +7,7 @@ keep costs the blocks for as long as the layout stays away, to drain costs the t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -42,12 +43,14 @@ class Mover:
         gpus: the GPUs of the engine that it leaves.
         kv_tokens: tokens that have KV.
         length: tokens that it has, prompt and output.
+        most_tokens: that it may come to have.
     """
 
     rid: str
     gpus: tuple[int, ...]
     kv_tokens: int
     length: int
+    most_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Room:
         free_blocks: blocks on each rank that it can have.
         page: tokens of a block at its TP size.
         requests, tokens: what it has to do already.
+        request_tokens: of the longest request that it holds.
     """
 
     engine: str
@@ -68,6 +72,7 @@ class Room:
     page: int
     requests: int = 0
     tokens: int = 0
+    request_tokens: int = sys.maxsize
 
     def taking(self, blocks: int, length: int) -> Room:
         """The room that is left when a request of `length` tokens has come, with so many blocks."""
@@ -111,7 +116,7 @@ def carry(
     """Decide for every request that has to move, in the order given.
 
     Requests with much KV are placed first. A request goes to an engine on its own GPUs, where part of its KV is
-    local, if there is room; of several the one with least to do.
+    local, if there is room; of several the one with least to do. Never to one that does not hold what it may become.
 
     Args:
         movers: the requests; first come, first served among those without KV.
@@ -120,7 +125,7 @@ def carry(
         costs: for AUTO.
 
     Raises:
-        NoRoomError: MIGRATE, and KV that does not fit.
+        NoRoomError: MIGRATE, and KV that does not fit; or a request that is too long for all engines.
         ValueError: no room at all, or a strategy by which nothing moves.
     """
     if not rooms or strategy in (Strategy.KEEP, Strategy.DRAIN):
@@ -136,7 +141,8 @@ def carry(
             raise NoRoomError(_no_room(mover, state.values()))
         migrate = room is not None
         room = room or _best(state.values(), mover, with_kv=False)
-        assert room is not None
+        if room is None:
+            raise NoRoomError(_too_long(mover, state.values()))
         chosen[mover.rid] = Carriage(mover.rid, room.engine, migrate)
         state[room.engine] = room.taking(_blocks(mover, room) if migrate else 0, mover.length)
     return tuple(chosen[mover.rid] for mover in movers)
@@ -148,8 +154,18 @@ def _blocks(mover: Mover, room: Room) -> int:
 
 def _best(rooms: Iterable[Room], mover: Mover, *, with_kv: bool) -> Room | None:
     """The engine for a request: on its own GPUs if possible, then the one with the least to do."""
-    fitting = [room for room in rooms if not with_kv or _blocks(mover, room) <= room.free_blocks]
+    holding = [room for room in rooms if mover.most_tokens <= room.request_tokens]
+    fitting = [room for room in holding if not with_kv or _blocks(mover, room) <= room.free_blocks]
     return min(fitting, key=lambda room: (not set(room.gpus) & set(mover.gpus), room.tokens, room.engine), default=None)
+
+
+def _too_long(mover: Mover, rooms: Iterable[Room]) -> str:
+    holding = ", ".join(f"{room.engine} holds {room.request_tokens}" for room in rooms)
+    return (
+        f"request {mover.rid} may come to have {mover.most_tokens} tokens, which is more than one request may have on "
+        f"the engines that enter ({holding}); let it end first (strategy drain), keep it paused (strategy keep), or "
+        f"name a layout in which its engine stays"
+    )
 
 
 def _no_room(mover: Mover, rooms: Iterable[Room]) -> str:

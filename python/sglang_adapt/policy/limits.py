@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from sglang_adapt.policy.profile import Times
 
@@ -110,10 +111,11 @@ def limits_for(times: Times, running: int, context: float, promised: int, tpot_m
     )
 
 
-def _ladder(most: int) -> list[int]:
+@cache
+def _ladder(most: int) -> tuple[int, ...]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... and `most`."""
     steps, at = {1, max(1, most)}, 2
     while at < most:
         steps |= {at, min(most, at + at // 2)}
         at *= 2
-    return sorted(steps)
+    return tuple(sorted(steps))

@@ -3,9 +3,10 @@
 The layouts that are compared: the one that serves, each TP size on all GPUs, one wide engine beside narrow ones, and
 what the weighted greedy of `assign` gives the tiers. The best of them by `worth` wins, under three conditions that go
 before any gain, in this order: a tier that has waited `STARVED` windows for an engine that meets its targets gets one;
-the longest request that is there has an engine that holds it; as many tiers as possible have an engine that meets their
-targets. So a tier with requests is without such an engine for at most `STARVED` windows and one for each tier, if any
-layout has one for it.
+the longest request that is there, or was within the last `LINGER` windows, has an engine that holds it; as many tiers
+as possible have an engine that meets their targets. So a tier with requests is without such an engine for at most
+`STARVED` windows and one for each tier, if any layout has one for it. One thing goes before all of them: a request that
+an engine has is never planned onto one that does not hold it.
 
 Beside the papers (Nitsum, 3.3.1; Flying Serving, 2.3): a switch has a price. It is made when its gain over the next
 windows is above what it costs now, and above a margin, and, unless load is left behind, when it has been wanted for
@@ -21,8 +22,10 @@ from enum import StrEnum
 
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.assign import composed, count, greedy, place, tiers_of, with_one
+from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Demand
 from sglang_adapt.policy.efficiency import Speed, estimate
+from sglang_adapt.policy.pausing import strategy_for
 from sglang_adapt.policy.price import Bill, Price, Running, bill
 from sglang_adapt.policy.worth import QUICK, Appraiser, Counts, Row, Worth
 
@@ -34,6 +37,8 @@ MARGIN = 0.05
 """A layout that serves is left for one that is worth at least this part more."""
 BEHIND = 0.02
 """Load is left behind if more than this part of it is not carried; then this is the margin."""
+LINGER = 5
+"""Windows that an engine which was bound for a long request stays after the last one has ended."""
 IDLE_RPS = 0.05
 """The load of every tier while nobody asks for anything: the layout is made ready for the next request."""
 
@@ -61,11 +66,15 @@ class History:
         waited: by tier, windows with requests and without an engine that meets their targets.
         wanted: the layout that was wanted last.
         windows: how often in a row it was.
+        longest: tokens of the longest request that was there last which not every engine holds; 0 if that is long ago.
+        since: windows since then.
     """
 
     waited: Mapping[str, int] = field(default_factory=dict)
     wanted: str = ""
     windows: int = 0
+    longest: int = 0
+    since: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class Situation:
         layout: that serves.
         running: what its engines have, by name.
         price: of a switch.
-        longest_tokens: of the longest request that is there; 0 if there is none.
+        longest_tokens: of the longest request that is there and that not every engine holds; 0 if there is none.
         horizon_s: time over which a gain counts.
         history: of the plan before.
     """
@@ -117,6 +126,8 @@ class Plan:
         trigger: why; None if nothing better is known.
         reason: in words, also for staying.
         tiers: by engine of `wanted`, the tiers that it is there for.
+        serving: the same, by engine of `layout`.
+        strategy: how the switch treats what runs.
         rows: the table of estimates.
         options: all that was compared, the best first.
         bill: of a switch to `wanted`.
@@ -129,6 +140,8 @@ class Plan:
     trigger: Trigger | None
     reason: str
     tiers: Mapping[str, tuple[str, ...]]
+    serving: Mapping[str, tuple[str, ...]]
+    strategy: Strategy
     rows: tuple[Row, ...]
     options: tuple[Option, ...]
     bill: Bill
@@ -151,11 +164,21 @@ def plan(now: Situation) -> Plan:
         default=None,
     )
 
+    longest, since = _longest(now)
+    # An engine that was bound for what has ended is kept for a while, but none is bound for it.
+    kept = longest if _holds(current, speeds) >= longest else now.longest_tokens
+
     def musts(counts: Counts) -> tuple[bool, bool, int]:
-        holds = max((speeds[tp].request_tokens for tp in counts), default=0) >= now.longest_tokens
+        holds = _holds(counts, speeds) >= kept
         return overdue is None or _meets(overdue, counts), holds, sum(_meets(row, counts) for row in rows)
 
-    options = [Option(counts, appraiser.worth(counts)) for counts in _candidates(current, own, now)]
+    # What runs and is too long for any engine of a layout cannot go over to it.
+    runs = max((one.longest_tokens for one in now.running.values()), default=0)
+    options = [
+        Option(counts, appraiser.worth(counts))
+        for counts in _candidates(current, own, now)
+        if counts == current or _holds(counts, speeds) >= runs
+    ]
     # Of equal ones the first, which is the one that serves.
     options.sort(key=lambda option: (*musts(option.counts), round(option.worth.value, 9)), reverse=True)
     best, serving = options[0], next(option for option in options if option.counts == current)
@@ -164,12 +187,23 @@ def plan(now: Situation) -> Plan:
     wanted, margin = now.layout, BEHIND if behind else MARGIN
     if best.counts != current and (better or best.worth.value > (1 + margin) * serving.worth.value):
         busy = {name: one.kv_bytes for name, one in now.running.items()}
-        wanted = place(best.counts, now.gpus, now.layout, busy)
+        bound = [name for name, one in now.running.items() if one.longest_tokens]
+        wanted = place(best.counts, now.gpus, now.layout, busy, bound)
+    stuck = _too_long(now, wanted, speeds)
+    if stuck is not None:
+        wanted = now.layout
     cost = bill(now.price, now.layout, wanted, now.running)
     windows = now.history.windows + 1 if str(wanted) == now.history.wanted else 1
-    move, trigger, reason = False, None, f"{serving} is the best that is known, or nearly"
+    move, trigger, strategy, reason = (
+        False,
+        None,
+        Strategy.AUTO,
+        stuck or f"{serving} is the best that is known, or nearly",
+    )
     if wanted != now.layout:
-        trigger, why = _why(rows, best, serving, now, speeds)
+        trigger, why, row = _why(rows, best, serving, now, speeds)
+        if row is not None:
+            strategy = strategy_for(row, now.layout, wanted, now.running, speeds, now.horizon_s)
         lost = _lost(rows, cost)
         gain = (best.worth.value - serving.worth.value) * now.horizon_s
         if not better and gain <= lost:
@@ -179,8 +213,39 @@ def plan(now: Situation) -> Plan:
         else:
             move, reason = True, why
     served = wanted if move else now.layout
-    history = History(waited, str(wanted), windows)
-    return Plan(served, move, wanted, trigger, reason, tiers_of(own, wanted, rows), rows, tuple(options), cost, history)
+    history = History(waited, str(wanted), windows, longest, since)
+    tiers = tiers_of(own, wanted, rows)
+    of_served = tiers if served == wanted else tiers_of(own, served, rows)
+    return Plan(served, move, wanted, trigger, reason, tiers, of_served, strategy, rows, tuple(options), cost, history)
+
+
+def _longest(now: Situation) -> tuple[int, int]:
+    """(tokens, windows since it was there) of the longest request of the last windows; 0 tokens if there was none."""
+    before = now.history
+    if now.longest_tokens and now.longest_tokens >= before.longest:
+        return now.longest_tokens, 0
+    if before.since < LINGER and before.longest:
+        return before.longest, before.since + 1
+    return now.longest_tokens, 0
+
+
+def _holds(counts: Counts, speeds: Mapping[int, Speed]) -> int:
+    """Tokens of the longest request that a layout holds."""
+    return max((speeds[tp].request_tokens for tp, number in counts.items() if number), default=0)
+
+
+def _too_long(now: Situation, wanted: Layout, speeds: Mapping[int, Speed]) -> str | None:
+    """Why a layout cannot be gone over to: an engine that leaves has a request that none holds which enters."""
+    long = {name: one.longest_tokens for name, one in now.running.items() if one.longest_tokens}
+    if not long:
+        return None
+    serving, next_ones = set(now.layout.engines), set(wanted.engines)
+    entering = max((speeds[engine.tp].request_tokens for engine in next_ones - serving), default=0)
+    for engine in now.layout.engines:
+        tokens = long.get(engine.name, 0)
+        if tokens > entering and engine not in next_ones:
+            return f"{engine} stays while it has a request of {tokens} tokens, which {wanted} would not take over"
+    return None
 
 
 def _rows(now: Situation) -> tuple[Row, ...]:
@@ -235,27 +300,30 @@ def _lost(rows: Sequence[Row], cost: Bill) -> float:
 
 def _why(
     rows: Sequence[Row], best: Option, serving: Option, now: Situation, speeds: Mapping[int, Speed]
-) -> tuple[Trigger, str]:
-    """The trigger of a change, and its reason in words."""
-    holds = max((speeds[tp].request_tokens for tp in serving.counts), default=0)
+) -> tuple[Trigger, str, Row | None]:
+    """The trigger of a change, its reason in words, and, if it is for a tier, which."""
+    holds = _holds(serving.counts, speeds)
     if now.longest_tokens > holds:
-        return Trigger.LONG_CONTEXT, f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"
+        why = f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"
+        return Trigger.LONG_CONTEXT, why, None
     for row in rows:
         if not _meets(row, serving.counts) and _meets(row, best.counts):
             terms = row.demand.terms
-            return Trigger.PRIORITY, (
+            why = (
                 f"tier {terms.tier} ({terms.ttft_ms:g} / {terms.tpot_ms:g} ms) has requests, whose targets "
                 f"{serving} cannot meet"
                 if terms.ttft_ms is not None and terms.tpot_ms is not None
                 else f"tier {terms.tier} has requests, which {serving} cannot serve"
             )
+            return Trigger.PRIORITY, why, row
     load = sum(row.offered_rps for row in rows)
     ends = [sum(option.worth.carried_rps.values()) for option in (serving, best)]
     times = [_mean_ms(option, rows) for option in (serving, best)]
-    return Trigger.LOAD, (
+    why = (
         f"load {load:.3g} req/s: {serving} carries {ends[0]:.3g} in {times[0]:.0f} ms each, {best} {ends[1]:.3g} in "
         f"{times[1]:.0f} ms"
     )
+    return Trigger.LOAD, why, None
 
 
 def _mean_ms(option: Option, rows: Sequence[Row]) -> float:

@@ -14,10 +14,21 @@ _MOST_WORSE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What an engine has: requests, and bytes of their KV over all its GPUs."""
+    """What an engine has.
+
+    Attributes:
+        requests: on it.
+        kv_bytes: of their KV, over all its GPUs.
+        longest_tokens: of the longest that not every engine holds; 0 if it has none.
+        kv_share: part of the engine's KV that they take.
+        most_weight: of the tiers that they are of, the largest weight.
+    """
 
     requests: int = 0
     kv_bytes: float = 0.0
+    longest_tokens: int = 0
+    kv_share: float = 0.0
+    most_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,8 @@ class Bill:
 
 def bill(price: Price, before: Layout, after: Layout, running: Mapping[str, Running]) -> Bill:
     """For the engines that are in `before` only."""
-    leaving: Iterable[str] = (engine.name for engine in before.engines if engine not in after.engines)
+    staying = set(after.engines)
+    leaving: Iterable[str] = (engine.name for engine in before.engines if engine not in staying)
     moved = [running.get(name, Running()) for name in leaving]
     kv_bytes = sum(one.kv_bytes for one in moved)
     return Bill(sum(one.requests for one in moved), kv_bytes, price.pause_ms(kv_bytes))

@@ -64,17 +64,16 @@ class Grid:
         """The time at a place; never less than at a place that is smaller in both."""
         i, u = _place(self._xs, x)
         j, v = _place(self._ys, y)
-        low = self._along(i, j, v)
-        value = low if u == 0.0 else low + u * (self._along(i + 1, j, v) - low)
+        row = self._cells[i]
+        value = row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])
+        if u != 0.0:
+            row = self._cells[i + 1]
+            value += u * ((row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])) - value)
         if x > self._xs[-1]:
             value += (x - self._xs[-1]) * self._x_slope
         if y > self._ys[-1]:
             value += (y - self._ys[-1]) * self._y_slope
         return value
-
-    def _along(self, i: int, j: int, v: float) -> float:
-        row = self._cells[i]
-        return row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])
 
 
 def _fill(known: dict[tuple[float, float], float], x: float, y: float) -> float:

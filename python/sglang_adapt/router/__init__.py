@@ -5,7 +5,8 @@
 - `supervisor.py`: starts, watches and restarts the engines' processes;
 - `keepers.py`: the same for the keepers; `restarts.py`: how often;
 - `calls.py`: asks an engine's ranks for one thing and waits; `pools.py`: the ledgers of KV blocks and engines' leases;
-- `modes.py`: the switch of layout, with `switch.py`; `repair.py`: requests whose engine has died, with `journal.py`;
+- `modes.py`: the switch of layout, with `switch.py`, `precopy.py` and `placing.py`;
+- `readback.py`: the layout as engines say it; `repair.py`: requests whose engine has died, with `journal.py`;
 - `admission.py`: requests by tiers; `limits.py`: limits of engines' iterations; `tiers.py`: what makes and runs both;
 - `process.py`: the process, which makes all of these and connects them; `args.py`: what it is given;
 - `lifecycle.py`: what follows when an engine or keeper comes or goes;

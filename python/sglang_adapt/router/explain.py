@@ -13,15 +13,16 @@ def explain(plan: Plan) -> dict[str, Any]:
     """The decision with its reason, and all figures behind it.
 
     Returns:
-        `layout`, `move`, `wanted`, `trigger`, `reason` of the plan; `tiers`: by engine of `wanted`, what it is there
-        for; `estimates`: a row for each tier and TP size; `options`: the layouts that were compared, the best first;
-        `price`: of a switch to `wanted`; `waited`: windows, by tier.
+        `layout`, `move`, `wanted`, `trigger`, `strategy`, `reason` of the plan; `tiers`: by engine of `wanted`, what it
+        is there for; `estimates`: a row for each tier and TP size; `options`: the layouts that were compared, the best
+        first; `price`: of a switch to `wanted`; `waited`: windows, by tier.
     """
     return {
         "layout": str(plan.layout),
         "move": plan.move,
         "wanted": str(plan.wanted),
         "trigger": None if plan.trigger is None else plan.trigger.value,
+        "strategy": plan.strategy.value,
         "reason": plan.reason,
         "tiers": {engine: list(tiers) for engine, tiers in plan.tiers.items()},
         "demand": [_demand(row) for row in plan.rows],

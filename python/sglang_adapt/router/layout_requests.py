@@ -9,8 +9,8 @@ from sglang_adapt.core.config import AdaptConfig
 from sglang_adapt.core.layout import LayoutError, parse_layout
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.router.manager import Manager, OrderRefusedError
-from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.planning import ALL
+from sglang_adapt.router.readback import Readback
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import SwitchRefusedError
 
@@ -18,24 +18,24 @@ LayoutQuestion = messages.SwitchRequest | messages.LayoutRequest | messages.Plan
 
 
 async def answer_layout(
-    request: LayoutQuestion, config: AdaptConfig, router: Router, modes: Modes | None, manager: Manager | None
+    request: LayoutQuestion, config: AdaptConfig, router: Router, readback: Readback | None, manager: Manager | None
 ) -> messages.LayoutAnswer:
     """HTTP status and body of what is asked about the layout, or of the switch that is asked for, when it is over."""
-    status, body = await _answer(request, config, router, modes, manager)
+    status, body = await _answer(request, config, router, readback, manager)
     return messages.LayoutAnswer(request.id, status, body)
 
 
 async def _answer(
-    request: LayoutQuestion, config: AdaptConfig, router: Router, modes: Modes | None, manager: Manager | None
+    request: LayoutQuestion, config: AdaptConfig, router: Router, readback: Readback | None, manager: Manager | None
 ) -> tuple[int, dict[str, Any]]:
-    if modes is None or manager is None:
+    if readback is None or manager is None:
         return 409, {
             "code": "one_tp_size",
             "message": "this server has engines of one TP size, whose layout is fixed; start it with several "
             "--adapt-tp-sizes",
         }
     if isinstance(request, messages.LayoutRequest):
-        return 200, await modes.readback() | manager.said()
+        return 200, await readback.read() | manager.said()
     if isinstance(request, messages.PlanRequest):
         return await _what_if(manager, router, request.rates)
     if request.layout == "auto":

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import Layout
+from sglang_adapt.policy.assign import promises
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Demand, Terms, Unfinished, demands
 from sglang_adapt.policy.efficiency import Speed
-from sglang_adapt.policy.planner import History, Plan, Situation, Trigger, plan
+from sglang_adapt.policy.planner import STARVED, History, Plan, Situation, Trigger, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.explain import explain
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 REST_WINDOWS = 5
 """After a switch that was refused the planner waits so many windows."""
+PAUSED_WINDOWS = 2 * STARVED
+"""Requests that were paused for a tier with tight targets go on, wherever that is, after so many windows."""
 _LAST_SWITCHES = 10
 
 
@@ -51,6 +56,8 @@ class Planning:
         token_bytes: of the KV of one token, over all ranks.
         price: of a switch, before any has been made.
         planned: told each plan and the seconds that it took.
+        assign: told which tiers are promised their targets on which engines, by name; an engine that is not named takes
+            all.
     """
 
     gpus: int
@@ -59,6 +66,7 @@ class Planning:
     token_bytes: int
     price: Price
     planned: Callable[[Plan, float], None] = lambda plan, seconds: None
+    assign: Callable[[Mapping[str, frozenset[str]]], None] = lambda tiers_of: None
 
 
 class Manager:
@@ -91,10 +99,12 @@ class Manager:
         self._planning = planning
         self._traffic = traffic
         self._by_planner = policy is AdaptPolicy.AUTO
+        self._hurry = asyncio.Event()
         self._history = History()
         self._demands: dict[str, Demand] = {}
         self._price = None if planning is None else planning.price
         self._rest = 0
+        self._paused_windows = 0
         self._plan: Plan | None = None
         self._trigger: Trigger | None = None
         self._reason = "as the server was started"
@@ -104,31 +114,70 @@ class Manager:
         """Plan every interval, for ever; returns at once if nobody plans."""
         if self._planning is None:
             return
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self._interval_s
         while True:
-            await asyncio.sleep(self._interval_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), due - loop.time())
+            in_turn = loop.time() >= due
+            if in_turn:
+                due = loop.time() + self._interval_s
             try:
-                await self.step()
+                await self.step(in_turn=in_turn)
             except Exception:
                 # A fault in this program must not end the control for good; the layout stays as it is.
                 logger.exception("planning broke off; the layout stays for %d windows", REST_WINDOWS)
                 self._rest = REST_WINDOWS
 
-    async def step(self) -> Plan | None:
-        """One window: plan, and switch if it says so. Returns the plan; None if there was none to make."""
+    def hurry(self) -> None:
+        """A request waits for an engine that holds it: plan now, not when the window is over."""
+        self._hurry.set()
+
+    async def step(self, *, in_turn: bool = True) -> Plan | None:
+        """Plan, and switch if it says so. Returns the plan; None if there was none to make.
+
+        Args:
+            in_turn: a window is over; else this plan is one between two windows, and counts for no other one.
+        """
         assert self._planning is not None and self._traffic is not None
-        self._traffic.close()
+        self._hurry.clear()
+        if in_turn:
+            self._traffic.close()
+            self._paused_windows = self._paused_windows + 1 if self._modes.kept else 0
+        self._go_on_with_paused()
         now = self._situation()
-        if self._modes.switching or not self._router.accepting:
+        if self._modes.switching or not (self._router.accepting or self._router.long.waiting):
             return None
         began = time.perf_counter()
         decided = await asyncio.to_thread(plan, now)
         self._planning.planned(decided, time.perf_counter() - began)
-        self._plan, self._history = decided, decided.history
+        self._plan = decided
+        if in_turn:
+            self._history = decided.history
         if self._rest:
-            self._rest -= 1
+            self._rest -= in_turn
         elif self._by_planner and decided.move and not self._modes.switching:
             await self._follow(decided)
+        self.reassign()
         return decided
+
+    def _go_on_with_paused(self) -> None:
+        """What was paused for a tier goes on elsewhere if it has waited long, or if a long request needs its blocks."""
+        if not self._by_planner or not self._modes.kept or self._modes.switching:
+            return
+        if self._paused_windows > PAUSED_WINDOWS:
+            self._modes.let_go(f"it has been paused for {PAUSED_WINDOWS} windows")
+        elif any(self._longest_on(engine.name) for engine in self._router.layout.engines):
+            self._modes.let_go("a long request needs the blocks of what is paused")
+
+    def reassign(self) -> None:
+        """The layout, the plan or the state of an engine is another one: say which tiers are promised where."""
+        if self._planning is None:
+            return
+        router = self._router
+        planned = {} if self._plan is None or self._plan.layout != router.layout else self._plan.serving
+        up = [name for name in planned if router.engines[name].state is EngineState.READY]
+        self._planning.assign(promises(planned, [terms.tier for terms in self._planning.terms()], up))
 
     async def _follow(self, decided: Plan) -> None:
         assert decided.trigger is not None
@@ -140,7 +189,7 @@ class Manager:
             return
         reason = f"{decided.trigger}: {decided.reason}"
         try:
-            await self._modes.switch(decided.layout, Strategy.AUTO, reason)
+            await self._modes.switch(decided.layout, decided.strategy, reason)
         except SwitchRefusedError as error:
             logger.warning("%s; asked again in %d windows at the earliest", error, REST_WINDOWS)
             self._rest = REST_WINDOWS
@@ -160,27 +209,43 @@ class Manager:
             raise OrderRefusedError(
                 "the layout of this server is static; start it with --adapt-policy manual or auto to change it"
             )
-        before, self._by_planner = self._by_planner, False
+        self._refuse_what_would_wait(layout)
+        before = self._by_planner
+        self._take_control(by_planner=False)
         try:
             switch = await self._modes.switch(layout, strategy, reason)
         except BaseException:
-            self._by_planner = before
+            self._take_control(by_planner=before)
             raise
         self._trigger, self._reason = Trigger.OPERATOR, reason
         return switch
 
     def release(self) -> None:
         """Give control back to the planner. Raises OrderRefusedError if there is none."""
-        if self._planning is None:
-            raise OrderRefusedError(
-                f"this server has no planner (--adapt-policy {self._policy}); start it with --adapt-policy auto"
-            )
+        self._require_planner()
         if not self._by_planner:
             logger.info("layout %s: the planner decides again", self._router.layout)
-        self._by_planner = True
+        self._take_control(by_planner=True)
+
+    def _take_control(self, *, by_planner: bool) -> None:
+        self._by_planner = self._router.long.may_bind = by_planner
+
+    def _refuse_what_would_wait(self, layout: Layout) -> None:
+        """Raises SwitchRefusedError if a request waits for an engine, and no one would bind it one any more."""
+        router = self._router
+        for rid in router.long.waiting:
+            if not router.long.held_by_one((spec.name for spec in layout.engines), rid):
+                raise SwitchRefusedError(
+                    f"layout {router.layout} stays with the planner: request {rid} waits for an engine that holds "
+                    f"{router.long.needs[rid]} tokens, and layout {layout} has none; name one that has, or ask "
+                    f"again when it has ended"
+                )
 
     def switched(self, switch: Switch, outcome: Outcome) -> None:
         """A switch that was asked for has ended."""
+        if self._router.long.waiting:
+            self.hurry()
+        self.reassign()
         if not switch.leaving:
             return
         self._switches.append({"outcome": outcome.value, **switch.report()})
@@ -190,12 +255,17 @@ class Manager:
     # What is told.
 
     def said(self) -> dict[str, Any]:
-        """For `GET /adapt/layout`: who decides, why this layout, the last switches, the planner's last table."""
+        """For `GET /adapt/layout`: who decides, why this layout, the longest request that is accepted and how many wait
+        for an engine that holds them, the last switches, the planner's last table."""
         return {
             "policy": self._policy.value,
             "control": "planner" if self._by_planner else "operator",
             "trigger": None if self._trigger is None else self._trigger.value,
             "reason": self._reason,
+            "longest_request": {
+                "tokens": self._router.request_tokens,
+                "waiting": len(self._router.long.waiting),
+            },
             "switches": list(self._switches),
             "planner": None if self._plan is None else explain(self._plan),
         }
@@ -207,10 +277,7 @@ class Manager:
             OrderRefusedError: there is no planner.
             KeyError: there is no such tier.
         """
-        if self._planning is None:
-            raise OrderRefusedError(
-                f"this server has no planner (--adapt-policy {self._policy}); start it with --adapt-policy auto"
-            )
+        self._require_planner()
         now = self._situation()
         known = {demand.terms.tier for demand in now.demands}
         unknown = sorted(set(rates) - known)
@@ -223,6 +290,13 @@ class Manager:
         decided = await asyncio.to_thread(plan, replace(now, demands=asked, longest_tokens=0, history=History()))
         return explain(decided)
 
+    def _require_planner(self) -> None:
+        """Raises OrderRefusedError if there is none."""
+        if self._planning is None:
+            raise OrderRefusedError(
+                f"this server has no planner (--adapt-policy {self._policy}); start it with --adapt-policy auto"
+            )
+
     def _situation(self) -> Situation:
         assert self._planning is not None and self._traffic is not None and self._price is not None
         planning, router = self._planning, self._router
@@ -233,25 +307,50 @@ class Manager:
             self._demands,
         )
         self._demands = {demand.terms.tier: demand for demand in asked}
-        running = {name: self._running(name) for name in (engine.name for engine in router.layout.engines)}
-        longest = max((tokens for engine in router.engines.values() for tokens in engine.in_flight.values()), default=0)
+        speeds = planning.speeds()
+        capacity = {speed.tp: speed.kv_tokens for speed in speeds}
+        weights = {demand.terms.tier: demand.terms.weight for demand in asked}
+        running = {
+            engine.name: self._running(engine.name, capacity[engine.tp], weights) for engine in router.layout.engines
+        }
         return Situation(
             demands=asked,
-            speeds=planning.speeds(),
+            speeds=speeds,
             gpus=planning.gpus,
             layout=router.layout,
             running=running,
             price=self._price,
-            longest_tokens=longest,
+            longest_tokens=max(router.long.needs.values(), default=0),
             horizon_s=WINDOWS * self._interval_s,
             history=self._history,
         )
 
-    def _running(self, name: str) -> Running:
+    def _running(self, name: str, capacity: int, weights: Mapping[str, float]) -> Running:
+        """What an engine has.
+
+        Args:
+            name: of the engine.
+            capacity: tokens of KV that it can have in a layout.
+            weights: of the tiers.
+        """
         assert self._planning is not None
         journal, in_flight = self._router.journal, self._router.engines[name].in_flight
         tokens = sum(in_flight.values()) + sum(len(journal[rid].ids) for rid in _known(in_flight, journal))
-        return Running(len(in_flight), float(tokens * self._planning.token_bytes))
+        assert self._traffic is not None
+        # One whose tier nobody knows, as it came before it was renamed, is not paused for another one.
+        weight = max((weights.get(self._traffic.tier(rid) or "", math.inf) for rid in in_flight), default=0.0)
+        return Running(
+            len(in_flight),
+            float(tokens * self._planning.token_bytes),
+            self._longest_on(name),
+            tokens / capacity,
+            weight,
+        )
+
+    def _longest_on(self, name: str) -> int:
+        """Tokens of the longest request of an engine that not every engine holds."""
+        in_flight = self._router.engines[name].in_flight
+        return max((need for rid, need in self._router.long.needs.items() if rid in in_flight), default=0)
 
 
 def _known(rids: Mapping[str, int], journal: Mapping[str, Any]) -> Iterator[str]:

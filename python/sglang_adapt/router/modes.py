@@ -24,7 +24,6 @@ import numpy as np
 from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.handoff import (
     AdoptAnswer,
-    CarriedRequest,
     ExportAnswer,
     ExportCall,
     HandoffAnswer,
@@ -40,9 +39,10 @@ from sglang_adapt.core.handoff import (
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.memory import RegionHandle
-from sglang_adapt.policy.carry import Carriage, Costs, Mover, NoRoomError, Room, Strategy, carry
+from sglang_adapt.policy.carry import Costs, NoRoomError, Strategy
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.placing import Placing
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.precopy import Precopy
 from sglang_adapt.router.router import Router
@@ -50,7 +50,6 @@ from sglang_adapt.router.switch import (
     Arrival,
     Export,
     Outcome,
-    Sent,
     Switch,
     SwitchRefusedError,
     adopt_call,
@@ -94,8 +93,8 @@ class Modes:
         self._specs = specs
         self._regions = regions
         self._drain_timeout_s = drain_timeout_s
-        self._costs = costs
         self._ended = ended
+        self._placing = Placing(router, pools, specs, self._lives, costs)
         self._current: Switch | None = None
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
         self._kept: dict[EngineSpec, Export] = {}
@@ -164,44 +163,15 @@ class Modes:
         await self._release(Switch(layout, layout, Strategy.RECOMPUTE, why), export)
         await self._fill(layout.engines)
 
-    async def readback(self) -> dict[str, Any]:
-        """The layout as the engines themselves say it, all of them asked at once.
+    @property
+    def switching_to(self) -> Layout | None:
+        """The layout of the switch that is under way."""
+        return None if self._current is None else self._current.after
 
-        Returns:
-            `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
-            now, all have the same blocks to serve with; `switching_to`, `epoch`; `kept`: by engine, the requests that
-            it keeps; `engines`: state, requests in flight, and what the ranks say of lease and cache, or the error.
-        """
-        entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
-        engines = dict(zip(self._specs, entries, strict=True))
-        return {
-            "active": str(self._router.layout),
-            "serving": [name for name, entry in engines.items() if self._router.sends_to(name) and _confirmed(entry)],
-            "switching_to": None if self._current is None else str(self._current.after),
-            "epoch": self._pools.epoch,
-            "kept": {str(spec): len(export.requests) for spec, export in self._kept.items()},
-            "engines": engines,
-        }
-
-    async def _entry(self, spec: EngineSpec) -> dict[str, Any]:
-        """One engine as its ranks have it."""
-        engine = self._engine(spec)
-        entry: dict[str, Any] = {"state": engine.state.value, "in_flight": len(engine.in_flight)}
-        if engine.state is not EngineState.READY:
-            return entry
-        try:
-            ranks = await self._pools.ask(spec, "kv_state", {})
-        except EngineCallError as error:
-            return entry | {"error": str(error)}
-        leased = [len(rank["pages"]) for rank in ranks]
-        if len(set(leased)) > 1:
-            return entry | {"error": f"{spec}: its ranks have {leased} blocks, which should be one number"}
-        first = ranks[0]
-        return entry | {
-            "leased_blocks": leased[0],
-            "free_blocks": first["free"],
-            "cached_tokens": first["cached_tokens"],
-        }
+    @property
+    def kept(self) -> dict[EngineSpec, int]:
+        """Requests that are kept, by engine."""
+        return {spec: len(export.requests) for spec, export in self._kept.items()}
 
     # The phases.
 
@@ -222,7 +192,7 @@ class Modes:
                 arrivals: dict[EngineSpec, list[Arrival]] = {}
             else:
                 with switch.phase("plan"):
-                    arrivals = self._plan(switch, exports, precopy)
+                    arrivals = self._placing.arrivals(switch, exports, precopy)
         except (SwitchRefusedError, NoRoomError) as error:
             precopy.drop()
             await self._roll_back(switch, exports)
@@ -259,6 +229,7 @@ class Modes:
                 raise SwitchRefusedError(
                     f"engine {spec} of layout {switch.after} is {state.value}; ask again when it is ready"
                 )
+        self._refuse_too_long(switch)
         await asyncio.gather(*(self._map(spec) for spec in switch.entering))
         names = [spec.name for spec in (*switch.leaving, *switch.entering)]
         self._router.pause(names)
@@ -270,6 +241,21 @@ class Modes:
             raise SwitchRefusedError(
                 f"layout {switch.before} stays: requests that cannot be moved have not ended: {text}"
             ) from error
+
+    def _refuse_too_long(self, switch: Switch) -> None:
+        """Raises SwitchRefusedError if a request would have to move that no engine holds which enters."""
+        if switch.strategy in (Strategy.KEEP, Strategy.DRAIN):
+            return
+        long = self._router.long
+        most = long.limit(spec.name for spec in switch.entering)
+        for rid, need in long.needs.items():
+            at = next((spec for spec in switch.leaving if rid in self._engine(spec).in_flight), None)
+            if at is not None and need > most:
+                raise SwitchRefusedError(
+                    f"layout {switch.before} stays: request {rid} on {at} may come to have {need} tokens, and the "
+                    f"engines that enter layout {switch.after} hold requests of {most}; let it end first (strategy "
+                    f"drain), keep it paused (strategy keep), or name a layout in which {at} stays"
+                )
 
     async def _map(self, spec: EngineSpec) -> None:
         """Let an engine map the KV regions of all GPUs, which it does once."""
@@ -313,9 +299,7 @@ class Modes:
             if engine.state is EngineState.READY and engine.in_flight
         }
         if sources:
-            await precopy.run(
-                switch, sources, self._room, lambda movers, rooms: carry(movers, rooms, Strategy.AUTO, self._costs)
-            )
+            await precopy.run(switch, sources, self._placing.room, self._placing.ahead)
         for spec in switch.entering:
             if self._engine(spec).state is not EngineState.READY:
                 raise SwitchRefusedError(f"engine {spec} has died since the switch began")
@@ -360,64 +344,6 @@ class Modes:
         for spec in switch.leaving:
             if self._engine(spec).state is EngineState.DEAD and self._pools.counts(spec)[0]:
                 await self._pools.gone(spec, self._pools.deaths(spec))
-
-    def _plan(self, switch: Switch, exports: Sequence[Export], precopy: Precopy) -> dict[EngineSpec, list[Arrival]]:
-        """Where each request goes. Raises NoRoomError."""
-        # A request is not on the move if its engine was seen to die before its export was.
-        there = self._router.moving.in_flight
-        by_rid = {
-            request.rid: (request, export) for export in exports for request in export.requests if request.rid in there
-        }
-        sent = precopy.place(
-            [request for request, export in by_rid.values() if self._lives(export)],
-            [self._room(spec) for spec in switch.entering],
-        )
-        rooms = {spec.name: self._room(spec) for spec in switch.entering}
-        for rid, ahead in sent.items():
-            room, request = rooms[ahead.spec.name], by_rid[rid][0]
-            rooms[room.engine] = room.taking(precopy.needs(request, ahead, room), request.length)
-        movers = [
-            Mover(rid, tuple(export.spec.gpus), request.kv_tokens if self._lives(export) else 0, request.length)
-            for rid, (request, export) in by_rid.items()
-            if rid not in sent
-        ]
-        strategy = Strategy.AUTO if switch.strategy is Strategy.DRAIN else switch.strategy
-        carried = {
-            carriage.rid: carriage for carriage in carry(movers, list(rooms.values()), strategy, self._costs)
-        } | {rid: Carriage(rid, ahead.spec.name, migrate=True) for rid, ahead in sent.items()}
-        arrivals: dict[EngineSpec, list[Arrival]] = {spec: [] for spec in switch.entering}
-        for rid, (request, export) in by_rid.items():
-            if rid not in sent:
-                request = precopy.whole(export.spec, request)
-            arrival = self._arrival(switch, carried[rid], request, export, sent.get(rid))
-            arrivals[self._specs[carried[rid].engine]].append(arrival)
-        return arrivals
-
-    def _arrival(
-        self, switch: Switch, carriage: Carriage, request: CarriedRequest, export: Export, sent: Sent | None
-    ) -> Arrival:
-        if carriage.migrate:
-            geometry = self._pools.settings.geometry
-            switch.requests["migrated"] += 1
-            switch.kv_tokens += request.kv_tokens
-            switch.kv_bytes += request.kv_tokens * geometry.planes * geometry.kv_heads * geometry.head_bytes
-            return Arrival(request, export, sent, geometry.tokens_per_block(export.spec.tp))
-        if request.kv_tokens or request.recompute:
-            switch.requests["recomputed"] += 1
-            return Arrival(request.without_kv())
-        switch.requests["waiting"] += 1
-        return Arrival(request)
-
-    def _room(self, spec: EngineSpec) -> Room:
-        engine = self._engine(spec)
-        return Room(
-            spec.name,
-            tuple(spec.gpus),
-            self._pools.available(spec),
-            self._pools.settings.geometry.tokens_per_block(spec.tp),
-            len(engine.in_flight),
-            sum(engine.in_flight.values()),
-        )
 
     async def _adopt_all(
         self, switch: Switch, arrivals: Mapping[EngineSpec, Sequence[Arrival]], precopy: Precopy
@@ -623,11 +549,6 @@ class Modes:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-def _confirmed(entry: Mapping[str, Any]) -> bool:
-    """Have an engine's ranks said that they have blocks to serve with?"""
-    return bool(entry.get("leased_blocks"))
 
 
 def _reasons(reasons: dict[str, str]) -> tuple[int, str]:

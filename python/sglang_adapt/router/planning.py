@@ -55,7 +55,7 @@ def make_planning(
                 Corrected(times[tp], known[tp]) if tp in known else times[tp],
                 bounds[tp],
                 (geometry.blocks - 1) * geometry.tokens_per_block(tp),
-                pool.request_tokens,
+                pool.request_tokens[tp],
             )
             for tp in config.tp_sizes
         )
@@ -72,4 +72,5 @@ def make_planning(
         token_bytes=2 * geometry.layers * geometry.kv_heads * geometry.head_dim * geometry.itemsize,
         price=_FIRST_VIRTUAL_PRICE if config.virtual else _FIRST_GPU_PRICE,
         planned=planned,
+        assign=lambda tiers_of: None if admission is None else admission.assign(tiers_of),
     )

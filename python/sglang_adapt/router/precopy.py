@@ -71,7 +71,13 @@ class Precopy:
         """
         await asyncio.gather(*(self._ask(switch, spec, count) for spec, count in sources.items()))
         movers = [
-            Mover(rid, tuple(spec.gpus), max(1, snapshot.request.ahead), snapshot.request.length)
+            Mover(
+                rid,
+                tuple(spec.gpus),
+                max(1, snapshot.request.ahead),
+                snapshot.request.length,
+                snapshot.request.most_tokens,
+            )
             for (spec, rid), snapshot in self._snapshots.items()
         ]
         if not movers:

@@ -24,12 +24,14 @@ from sglang_adapt.router.keepers import Keepers
 from sglang_adapt.router.layout_requests import answer_layout
 from sglang_adapt.router.lifecycle import Lifecycle
 from sglang_adapt.router.limits import LimitKeeper
+from sglang_adapt.router.long_requests import Lengths
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.memory import KeptMemory, keeper_configs
 from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.readback import Readback
 from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.restarts import RestartLimit
 from sglang_adapt.router.router import Outlets, Router
@@ -71,6 +73,7 @@ class _Process:
         self._failed = False
         self.pools: Pools | None = None
         self.modes: Modes | None = None
+        self._readback: Readback | None = None
         self.manager: Manager | None = None
 
     async def run(self) -> None:
@@ -117,7 +120,7 @@ class _Process:
             self._loop,
             make_socket(self._context, zmq.PAIR, self._args.control_endpoint, bind=False),
             self._config.candidates,
-            layout=lambda request: answer_layout(request, self._config, self._router, self.modes, self.manager),
+            layout=lambda request: answer_layout(request, self._config, self._router, self._readback, self.manager),
             drain=self._drain,
         )
         admission = make_admission(self._args, self._front.send_report)
@@ -135,12 +138,26 @@ class _Process:
                 replied=lambda engine, data: self.calls.on_reply(engine.name, data),
                 stranded=lambda: self._repair.wake(),
                 placed=self._placed,
+                long_waits=self._long_waits,
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
             admission=admission,
             traffic=self._traffic,
+            lengths=self._lengths(),
         )
         self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
+
+    def _lengths(self) -> Lengths | None:
+        """How long requests may become; None with a single TP size, where stock decides."""
+        pool = self._args.pool
+        if pool is None:
+            return None
+        limits = {spec.name: pool.request_tokens[spec.tp] for spec in self._config.candidates}
+        return Lengths(limits, self._config.policy, self._args.any_server_args.allow_auto_truncate)
+
+    def _long_waits(self) -> None:
+        if self.manager is not None:
+            self.manager.hurry()
 
     def _make_processes(self) -> None:
         """What starts and watches keepers and engines."""
@@ -187,6 +204,7 @@ class _Process:
             self._config.switch_drain_timeout_s,
             ended=self._switch_ended(),
         )
+        self._readback = Readback(self._router, self.pools, self.modes, self._specs)
         self.manager = self._make_manager(self.modes)
 
     def _make_ways(self) -> None:
@@ -252,6 +270,8 @@ class _Process:
     def _changed(self) -> None:
         """The state of an engine, or the layout, is another one."""
         self._repair.wake()
+        if self.manager is not None:
+            self.manager.reassign()
         self._lifecycle.report_if_ready()
         self._front.send_status()
 

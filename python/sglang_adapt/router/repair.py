@@ -50,21 +50,21 @@ class Repair:
 
     async def _run(self) -> None:
         router = self._router
-        while router.stranded.in_flight:
-            rids = list(router.stranded.in_flight)[:_AT_ONCE]
-            fresh = [rid for rid in rids if not router.journal[rid].ids]
-            for rid in fresh:
-                if not router.send_again(rid):
-                    return
-            rids = [rid for rid in rids if rid in router.stranded.in_flight]
-            if rids and not await self._recover(rids):
+        while True:
+            # One that is too long for the engines of the layout waits for another layout, and the others do not.
+            placed = [(rid, engine) for rid in router.stranded.in_flight if (engine := router.engine_for(rid))]
+            if not placed:
                 return
+            rids = [rid for rid, engine in placed if engine is placed[0][1]][:_AT_ONCE]
+            for rid in rids:
+                if rid in router.stranded.in_flight and not router.journal[rid].ids:
+                    router.send_again(rid)
+            rids = [rid for rid in rids if rid in router.stranded.in_flight and router.journal[rid].ids]
+            if rids:
+                await self._recover(rids, placed[0][1])
 
-    async def _recover(self, rids: list[str]) -> bool:
-        """Hand requests that have tokens to the engine with the least load; False if there is none now."""
-        engine = self._router.least_loaded()
-        if engine is None:
-            return False
+    async def _recover(self, rids: list[str], engine: Engine) -> None:
+        """Hand requests that have tokens to an engine."""
         entries = {rid: self._router.journal[rid] for rid in rids}
         # They are the engine's from here on: if it dies, or ends one of them, that is seen as for any other.
         self._router.take_up(engine, rids)
@@ -77,9 +77,8 @@ class Repair:
                 self._kill(engine, str(error))
             else:
                 self._router.strand(engine, rids, str(error))
-            return True
+            return
         logger.info("%s goes on with %d requests of an engine that died", engine.name, len(rids))
-        return True
 
 
 def _request(entry: Entry) -> dict[str, Any]:

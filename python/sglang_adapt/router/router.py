@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.journal import Entry
+from sglang_adapt.router.long_requests import Lengths, LongRequests
 from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 
@@ -35,6 +37,7 @@ class Outlets:
         replied: called with an engine's reply to a call of the router's own (`calls.py`).
         stranded: called when requests have lost their engine.
         placed: called with an engine that has been sent a request.
+        long_waits: called when a request has come that no engine of the layout holds.
     """
 
     tokenizer: Callable[[bytes], None]
@@ -45,6 +48,7 @@ class Outlets:
     replied: Callable[[Engine, bytes], None]
     stranded: Callable[[], None] = lambda: None
     placed: Callable[[Engine], None] = lambda engine: None
+    long_waits: Callable[[], None] = lambda: None
 
 
 _MAY_SERVE = (EngineState.STARTING, EngineState.READY, EngineState.DEAD)
@@ -65,6 +69,10 @@ class Router:
         deaths_limit: a request ends with a 503 when more engines have died while they ran it.
         admission: decides by tiers where requests go and when; None: each at once to the engine with the least load.
         traffic: counts what arrives; None if nobody plans by it.
+        lengths: how long requests may become; None where every engine decides that alone.
+
+    Attributes:
+        long: requests that not every engine holds.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class Router:
         deaths_limit: int = 2,
         admission: Admission | None = None,
         traffic: Traffic | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
         self.layout = layout
         self.engines: dict[str, Engine] = {}
@@ -93,6 +102,7 @@ class Router:
         self._queue: dict[str, tuple[int, bytes]] = {}
         self.admission = admission
         self._traffic = traffic
+        self.long = LongRequests(lengths or Lengths({}), lambda: 1e3 * time.monotonic())
         self._held: dict[str, tuple[int, bytes]] = {}
         self._waiters: list[tuple[set[str], asyncio.Future[None]]] = []
         self._out = outlets
@@ -115,13 +125,13 @@ class Router:
     @property
     def in_flight(self) -> int:
         """Requests accepted and not ended."""
-        return len(self._where) + len(self._queue) + len(self._held)
+        return len(self._where) + len(self._queue) + len(self._held) + len(self.long.waiting)
 
     def unfinished(self) -> Iterator[tuple[str, bool]]:
         """Every request accepted and not ended, and whether it waits for its first token."""
         for rid in self._where:
             yield rid, not self.journal[rid].ids
-        for rid in (*self._queue, *self._held):
+        for rid in (*self._queue, *self._held, *self.long.waiting):
             yield rid, True
 
     def serving(self) -> list[Engine]:
@@ -140,6 +150,7 @@ class Router:
     def status(self) -> RouterStatus:
         return RouterStatus(
             layout=str(self.layout),
+            request_tokens=self.request_tokens,
             engines=[
                 EngineStatus(
                     name=engine.name,
@@ -182,17 +193,35 @@ class Router:
         if not self._may_serve():
             self.fail(self.stranded, list(self.stranded.in_flight), f"no engine is left to go on: {why}")
             self._fail_held(f"no engine is left: {why}")
+        self._fail_too_long(why)
         self._out.changed()
 
     def _may_serve(self) -> bool:
         """Is an engine of the layout up, or will one be?"""
         return any(self.engines[name].state in _MAY_SERVE for name in self._active)
 
+    def _fail_too_long(self, why: str) -> None:
+        """End with a 503 what no engine holds that can still come to serve."""
+        text = f"no engine is left that holds a request of this length: {why}"
+        self.fail(self.stranded, [rid for rid in self.stranded.in_flight if not self._may_hold(rid)], text)
+        for rid in [rid for rid in self.long.waiting if not self._may_hold(rid)]:
+            self.long.drop(rid)
+            self._refuse(rid, wire.encode_unavailable(rid, text))
+
+    def _may_hold(self, rid: str) -> bool:
+        """Is a request one that every engine holds, or one that an engine holds which serves, or can come to?"""
+        if rid not in self.long.needs:
+            return True
+        names = self.engines if self.long.may_bind else self._active
+        return self.long.held_by_one((name for name in names if self.engines[name].state in _MAY_SERVE), rid)
+
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
         """Requests have lost their engine; `repair.Repair` places them. One that has lost too many ends with a 503."""
         there = [rid for rid in rids if rid in holder.in_flight]
         for rid in there:
             self.journal[rid].deaths += 1
+        self.fail(holder, [rid for rid in there if not self._may_hold(rid)], f"no engine that holds it is left: {why}")
+        there = [rid for rid in there if rid in holder.in_flight]
         hopeless = [rid for rid in there if self.journal[rid].deaths > self._deaths_limit]
         self.fail(
             holder, hopeless, f"{self._deaths_limit + 1} engines died while they ran this request; the last: {why}"
@@ -210,7 +239,7 @@ class Router:
 
     def send_again(self, rid: str) -> bool:
         """Place a stranded request that has no tokens as if it came now; False if there is no engine for it now."""
-        if self._dispatch.least() is None:
+        if self.engine_for(rid) is None:
             return False
         entry = self.journal[rid]
         del self.stranded.in_flight[rid]
@@ -220,10 +249,15 @@ class Router:
         self._place(rid, entry.tokens, entry.data, accepted=True)
         return True
 
-    def least_loaded(self) -> Engine | None:
-        """The engine that gets the next request, if there is one now."""
-        name = self._dispatch.least()
-        return None if name is None else self.engines[name]
+    def engine_for(self, rid: str, wanted: str | None = None) -> Engine | None:
+        """The engine that gets a request, if there is one: `wanted`, or the one with the least load that holds it."""
+        if wanted is not None and wanted in self._dispatch and self.long.holds(wanted, rid):
+            return self.engines[wanted]
+        if rid not in self.long.needs:
+            name = self._dispatch.least()
+            return None if name is None else self.engines[name]
+        holding = [engine for engine in self.serving() if self.long.holds(engine.name, rid)]
+        return min(holding, key=lambda engine: self._dispatch.load(engine.name), default=None)
 
     def sends_to(self, name: str) -> bool:
         """May this engine get the next request?"""
@@ -238,11 +272,10 @@ class Router:
         for engine in self._holders():
             for rid in self.fail(engine, list(engine.in_flight), why):
                 self._send(engine, wire.encode_abort(rid))
-        for rid in self._queue:
-            if self.admission is not None:
-                self.admission.ended(rid, None, finished=False)
-            self._out.tokenizer(wire.encode_unavailable(rid, why))
+        waiting = [*self._queue, *(rid for rid, _, _ in self.long.take())]
         self._queue.clear()
+        for rid in waiting:
+            self._refuse(rid, wire.encode_unavailable(rid, why))
         self._fail_held(why)
 
     def _fail_held(self, why: str) -> None:
@@ -253,7 +286,15 @@ class Router:
     def _drop_held(self, rid: str) -> None:
         assert self.admission is not None
         del self._held[rid]
+        self.long.ended(rid)
         self.admission.ended(rid, None, finished=False)
+
+    def _refuse(self, rid: str, answer: bytes) -> None:
+        """End a request that is in no engine and not held."""
+        self.long.ended(rid)
+        if self.admission is not None:
+            self.admission.ended(rid, None, finished=False)
+        self._out.tokenizer(answer)
 
     def fail(self, engine: Engine, rids: Iterable[str], why: str) -> list[str]:
         """End requests of an engine with a 503 that says why; returns those that were there."""
@@ -287,6 +328,8 @@ class Router:
         for rid in aborts:
             self._on_abort(wire.encode_abort(rid))
         queue, self._queue = self._queue, {}
+        for rid, tokens, data in self.long.take():
+            self._enter(rid, tokens, data, accepted=True)
         for rid, (tokens, data) in queue.items():
             self._enter(rid, tokens, data, accepted=True)
         self.let_go()
@@ -375,20 +418,33 @@ class Router:
     def _on_request(self, data: bytes) -> None:
         rid, tokens = wire.request_head(data)
         if not self.accepting:
-            self._out.tokenizer(wire.encode_unavailable(rid, "the server is shutting down"))
-            if self.admission is not None:
-                self.admission.ended(rid, None, finished=False)
+            self._refuse(rid, wire.encode_unavailable(rid, "the server is shutting down"))
             return
-        if self._traffic is not None and not rid.startswith(wire.HEALTH_RID_PREFIX):
+        is_client = not rid.startswith(wire.HEALTH_RID_PREFIX)
+        if is_client and self.long.matter:
+            asked = wire.asked_output(data)
+            if refusal := self.long.arrived(rid, tokens, asked, self._active, self._alive()):
+                self._refuse(rid, wire.encode_refused(rid, refusal))
+                return
+        if self._traffic is not None and is_client:
             self._traffic.arrived(rid, tokens)
         self._enter(rid, tokens, data)
+
+    def _alive(self) -> list[str]:
+        """Engines that serve, or can come to; all if none can."""
+        return [name for name, engine in self.engines.items() if engine.state in _MAY_SERVE] or list(self.engines)
+
+    @property
+    def request_tokens(self) -> int:
+        """The longest request that is accepted now, prompt and output; 0 where every engine decides that alone."""
+        return self.long.limit(self._alive() if self.long.may_bind else self._active)
 
     def _enter(self, rid: str, tokens: int, data: bytes, accepted: bool = False) -> None:
         """A request of a client: where its tier's targets say, now or when there is room."""
         if self.admission is None:
             self._place(rid, tokens, data, accepted)
             return
-        engines = self.serving()
+        engines = [engine for engine in self.serving() if self.long.holds(engine.name, rid)]
         generates = wire.peek_tag(data) == wire.GENERATE and not rid.startswith(wire.HEALTH_RID_PREFIX)
         if not engines or not generates:
             self._place(rid, tokens, data, accepted)
@@ -401,39 +457,52 @@ class Router:
         self.let_go()
 
     def _place(self, rid: str, tokens: int, data: bytes, accepted: bool = False, wanted: str | None = None) -> None:
-        """Send a request to `wanted`, or the engine with the least load; while a switch has paused all, it waits.
+        """Send a request to `wanted`, or the engine with the least load; while a switch has paused all, it waits, and
+        so does one that no engine of the layout holds, until one is bound for it.
 
         If no engine of the layout is up, one that comes now ends with a 503, and one that has been `accepted` is
         stranded until one is.
         """
         while True:
-            name = wanted if wanted is not None and wanted in self._dispatch else self._dispatch.least()
+            engine = self.engine_for(rid, wanted)
             wanted = None
-            if name is None and self._paused:
+            if engine is None and self._paused:
                 self._queue[rid] = (tokens, data)
                 return
-            if name is None and accepted and self._may_serve():
+            if engine is None and not self.long.held_by_one(self._active, rid):
+                self._wait_for_bound(rid, tokens, data)
+                return
+            if engine is None and accepted and self._may_serve():
                 self._hold(self.stranded, rid, tokens)
                 self.journal.setdefault(rid, Entry(data, tokens))
                 return
-            if name is None:
+            if engine is None:
                 why = f"no engine of layout {self.layout} is up; one is being restarted, so try again shortly"
-                self._out.tokenizer(wire.encode_unavailable(rid, why))
-                if self.admission is not None:
-                    self.admission.ended(rid, None, finished=False)
+                self._refuse(rid, wire.encode_unavailable(rid, why))
                 return
-            engine = self.engines[name]
             if self._send(engine, data):
                 break
         if rid.startswith(wire.HEALTH_RID_PREFIX):
             # A busy engine answers it with a message that carries no id, so it cannot be tracked.
             return
-        self._dispatch.assign(name, tokens)
+        self.long.placed(rid, engine.name)
+        self._dispatch.assign(engine.name, tokens)
         self._hold(engine, rid, tokens)
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
             self.admission.placed(rid, engine)
         self._out.placed(engine)
+
+    def _wait_for_bound(self, rid: str, tokens: int, data: bytes) -> None:
+        """No engine of the layout holds a request: it waits for one, or is refused where nobody binds one."""
+        if not self.long.may_bind:
+            why = f"layout {self.layout} holds no request of {self.long.needs[rid]} tokens, and was made meanwhile"
+            self._refuse(rid, wire.encode_unavailable(rid, why))
+        elif not self._may_hold(rid):
+            self._refuse(rid, wire.encode_unavailable(rid, "no engine is left that holds a request of this length"))
+        else:
+            self.long.wait(rid, tokens, data)
+            self._out.long_waits()
 
     def _hold(self, holder: Engine, rid: str, tokens: int) -> None:
         """A request is a holder's from now on."""
@@ -451,9 +520,10 @@ class Router:
         engine = None if abort_all else self._where.get(rid)
         for waiting in [one for one in self._queue if abort_all or one.startswith(rid)]:
             del self._queue[waiting]
-            if self.admission is not None:
-                self.admission.ended(waiting, None, finished=False)
-            self._out.tokenizer(wire.encode_abort(waiting))
+            self._refuse(waiting, wire.encode_abort(waiting))
+        for waiting in [one for one in self.long.waiting if abort_all or one.startswith(rid)]:
+            self.long.drop(waiting)
+            self._refuse(waiting, wire.encode_abort(waiting))
         for waiting in [one for one in self._held if abort_all or one.startswith(rid)]:
             self._drop_held(waiting)
             self._out.tokenizer(wire.encode_abort(waiting))
@@ -523,6 +593,7 @@ class Router:
         if tokens is not None:
             del self._where[rid]
             del self.journal[rid]
+            self.long.ended(rid)
             if self.admission is not None:
                 self.admission.left(rid)
                 self.admission.ended(rid, None, finished=False)

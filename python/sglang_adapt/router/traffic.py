@@ -41,6 +41,10 @@ class Traffic:
             known = self._now.get(tier, Arrivals())
             self._now[tier] = replace(known, ended=known.ended + 1, output_tokens=known.output_tokens + tokens)
 
+    def tier(self, rid: str) -> str | None:
+        """The tier of a request that is unfinished; None if it is not known."""
+        return self._tiers.get(rid)
+
     def close(self) -> None:
         """The window is over; the next one begins."""
         now = self._clock_s()

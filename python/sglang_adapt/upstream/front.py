@@ -121,6 +121,24 @@ def model_heads(server_args: Any) -> tuple[int, int]:
     return config.num_attention_heads, config.get_total_num_kv_heads()
 
 
+def context_tokens(server_args: Any) -> int:
+    """The longest request that the model is made for, from its config and `--context-length`."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    tokens: int = ModelConfig.from_server_args(server_args).context_len
+    return tokens
+
+
+def tell_longest_prompt(tokens: int) -> None:
+    """Let `/server_info` say how many tokens a prompt must have fewer than (`max_req_input_len`), from now on."""
+    from sglang.srt.entrypoints import http_server
+
+    state = http_server._global_state
+    if state is not None:
+        state.scheduler_info["max_req_input_len"] = tokens
+        state.tokenizer_manager.max_req_input_len = tokens
+
+
 def profile_key(server_args: Any, gpu: str) -> ProfileKey:
     """What measured times depend on.
 

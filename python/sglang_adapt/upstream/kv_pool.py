@@ -8,7 +8,7 @@ the lease, and `kv_lease` adds and removes pages while the engine is at rest.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from sglang_adapt.kv.adaptor import LeasePages, layer_views
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.memory import RegionHandle, attach
+from sglang_adapt.policy.lengths import most_output
 from sglang_adapt.upstream.patch import PATCHES, Patch
 
 
@@ -32,14 +33,14 @@ class RankPool:
         geometry: shapes of the region.
         region: the keeper's handle of it.
         pages: the rank's first lease.
-        request_tokens: the longest request that is served.
+        request_tokens: the longest request of an engine, by TP size, ascending.
         gpus: the deployment's GPUs that the engine's ranks are on, by rank.
     """
 
     geometry: PoolGeometry
     region: RegionHandle
     pages: tuple[int, ...]
-    request_tokens: int
+    request_tokens: dict[int, int]
     gpus: tuple[int, ...]
 
 
@@ -52,7 +53,7 @@ class EnginePool:
         geometry, tp: shapes of the region, and the engine's TP size.
         region: the GPU's region, `geometry.region_shape`, of any dtype with the right element size.
         pages: the rank's lease.
-        request_tokens: the longest request that is served, or None for what the pool holds.
+        request_tokens: the longest request of an engine, by TP size, ascending; or None for what the pool holds.
         built: the pool's buffers have been made.
     """
 
@@ -61,7 +62,7 @@ class EnginePool:
     tp: int
     region: torch.Tensor
     pages: LeasePages
-    request_tokens: int | None = None
+    request_tokens: Mapping[int, int] | None = None
     built: bool = False
 
     @property
@@ -190,8 +191,11 @@ class LongestRequest(Patch):
 
     @staticmethod
     def hook(info: tuple[Any, ...], self: Any) -> tuple[Any, ...] | None:
-        limit = current_pool().request_tokens
-        if limit is None or limit >= info[_MAX_REQ_LEN]:
+        pool = current_pool()
+        if pool.request_tokens is None:
+            return None
+        limit = pool.request_tokens[pool.tp]
+        if limit >= info[_MAX_REQ_LEN]:
             return None
         margin = info[_MAX_REQ_LEN] - info[_MAX_REQ_INPUT_LEN]
         return (*info[:_MAX_REQ_LEN], limit, limit - margin, *info[_MAX_REQ_INPUT_LEN + 1 :])
@@ -201,6 +205,23 @@ _MAX_REQ_LEN, _MAX_REQ_INPUT_LEN = 4, 5
 """Positions in what `get_worker_info` returns (managers/tp_worker.py)."""
 
 
+class OutputOfTheSameLengthEverywhere(Patch):
+    """Limits what a request may give by its own length, not by the engine that it meets; stock takes all of an engine.
+
+    A request that began on a wide engine and was given all of it could not go on at a narrow one.
+    """
+
+    target = "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens"
+    kind = "before"
+
+    @staticmethod
+    def hook(self: Any, req: Any) -> None:
+        limits = current_pool().request_tokens
+        if limits is not None:
+            params = req.sampling_params
+            params.max_new_tokens = most_output(len(req.origin_input_ids), params.max_new_tokens, list(limits.values()))
+
+
 POOL_PATCHES: tuple[type[Patch], ...] = (
     BuffersInRegion,
     FreePagesFromLease,
@@ -208,6 +229,7 @@ POOL_PATCHES: tuple[type[Patch], ...] = (
     UnleasedPagesAreNotLost,
     UsageOfLease,
     LongestRequest,
+    OutputOfTheSameLengthEverywhere,
 )
 
 
@@ -217,7 +239,7 @@ def use_pool(
     tp: int,
     region: torch.Tensor,
     pages: Sequence[int] = (),
-    request_tokens: int | None = None,
+    request_tokens: Mapping[int, int] | None = None,
 ) -> list[str]:
     """Make the scheduler that this process is about to build keep its KV in `region`.
 
@@ -231,7 +253,7 @@ def use_pool(
         region: this rank's GPU's region, `geometry.region_shape`, mapped writable for as long as the process
             lives.
         pages: the rank's first lease; an engine may start with none.
-        request_tokens: the longest request that is served; None for what the whole pool holds.
+        request_tokens: the longest request of an engine, by TP size, ascending; None for what the whole pool holds.
 
     Returns:
         The names of the patches in place.

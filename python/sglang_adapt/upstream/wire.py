@@ -80,6 +80,23 @@ class _GenerateHead(msgspec.Struct, tag="TokenizedGenerateReqInput", array_like=
     input_ids: msgspec.Raw
 
 
+class _Sampling(msgspec.Struct, array_like=True):
+    """The leading field of stock's SamplingParams."""
+
+    max_new_tokens: int | None
+
+
+class _Sampled(msgspec.Struct, tag="TokenizedGenerateReqInput", array_like=True):
+    rid: msgspec.Raw
+    http_worker_ipc: msgspec.Raw
+    input_text: msgspec.Raw
+    input_ids: msgspec.Raw
+    input_embeds: msgspec.Raw
+    mm_inputs: msgspec.Raw
+    token_type_ids: msgspec.Raw
+    sampling_params: _Sampling
+
+
 class _Ticket(msgspec.Struct, tag="SglangAdaptTicket", array_like=True):
     """Our own message on the socket from the front to the router: the next request of that id was admitted as this."""
 
@@ -137,6 +154,7 @@ class _EmbedOutputHead(msgspec.Struct, tag="BatchEmbeddingOutput", array_like=Tr
 _REQUEST = msgspec.msgpack.Decoder(_GenerateHead | _EmbedHead)
 _BATCH = msgspec.msgpack.Decoder(_BatchGenerate | _BatchEmbed)
 _IDS = msgspec.msgpack.Decoder(tuple[str, bytes])
+_SAMPLED = msgspec.msgpack.Decoder(_Sampled)
 _TICKET_OF = msgspec.msgpack.Decoder(_Ticket)
 _ABORT = msgspec.msgpack.Decoder(_AbortHead)
 _EMBED_OUTPUT = msgspec.msgpack.Decoder(_EmbedOutputHead)
@@ -148,9 +166,15 @@ _BYTES_PER_TOKEN = 8
 
 
 def request_head(data: bytes) -> tuple[str, int]:
-    """(request id, about how many prompt tokens) of one tokenized request."""
+    """(request id, prompt tokens) of one tokenized request."""
     head = _REQUEST.decode(data)
-    return head.rid, len(head.input_ids) // _BYTES_PER_TOKEN
+    # Around the ids there are 5, 6 or 8 bytes; one byte if there are none.
+    return head.rid, (len(head.input_ids) - 1) // _BYTES_PER_TOKEN
+
+
+def asked_output(data: bytes) -> int | None:
+    """Output tokens that a tokenized request asks for at most; None: as many as there is room for; 0 for embeddings."""
+    return _SAMPLED.decode(data).sampling_params.max_new_tokens if peek_tag(data) == GENERATE else 0
 
 
 def prompt_ids(data: bytes) -> bytes:
@@ -241,6 +265,14 @@ def encode_unavailable(rid: str, message: str) -> bytes:
     from sglang.srt.managers.io_struct import AbortReq, msgpack_encode
 
     reason = {"type": "abort", "message": message, "status_code": 503, "err_type": "ServiceUnavailable"}
+    return msgpack_encode(AbortReq(rid=rid, finished_reason=reason))
+
+
+def encode_refused(rid: str, message: str) -> bytes:
+    """The stock message that ends a request with a 400 and a text, for the tokenizer manager."""
+    from sglang.srt.managers.io_struct import AbortReq, msgpack_encode
+
+    reason = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
     return msgpack_encode(AbortReq(rid=rid, finished_reason=reason))
 
 
@@ -419,11 +451,14 @@ def assert_wire_format() -> None:
         WireError: the stock structs have changed, or stock is set to send pickles instead of msgpack.
     """
     from sglang.srt.managers import io_struct
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
     if io_struct._USE_PICKLE_IPC:
         raise WireError("SGLANG_USE_PICKLE_IPC is set; sglang_adapt reads msgpack messages only, so unset it")
     heads: tuple[tuple[Any, Any], ...] = (
         (_GenerateHead, io_struct.TokenizedGenerateReqInput),
+        (_Sampled, io_struct.TokenizedGenerateReqInput),
+        (_Sampling, SamplingParams),
         (_EmbedHead, io_struct.TokenizedEmbeddingReqInput),
         (_BatchGenerate, io_struct.BatchTokenizedGenerateReqInput),
         (_BatchEmbed, io_struct.BatchTokenizedEmbeddingReqInput),
@@ -438,6 +473,8 @@ def assert_wire_format() -> None:
     probe = encode_warmup("probe", [1, 2, 3], 1)
     if peek_tag(probe) != GENERATE or request_head(probe) != ("probe", 3):
         raise WireError(f"an encoded request reads back as {peek_tag(probe)!r} {request_head(probe)}")
+    if asked_output(probe) != 1:
+        raise WireError(f"an encoded request asks for one token, and reads back as {asked_output(probe)!r}")
     if len(prompt_ids(probe)) != 3 * _BYTES_PER_TOKEN:
         raise WireError(f"the 3 token ids of an encoded request read back as {prompt_ids(probe)!r}")
     reply_tags()

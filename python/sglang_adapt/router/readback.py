@@ -1,0 +1,76 @@
+"""The layout as the engines themselves say it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.router.calls import EngineCallError
+from sglang_adapt.router.engine import EngineState
+from sglang_adapt.router.modes import Modes
+from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.router import Router
+
+
+class Readback:
+    """See the module.
+
+    Args:
+        router: where requests are.
+        pools: the way to the engines' ranks.
+        modes: the layout that serves, and its changes.
+        specs: all candidates by name.
+    """
+
+    def __init__(self, router: Router, pools: Pools, modes: Modes, specs: Mapping[str, EngineSpec]) -> None:
+        self._router = router
+        self._pools = pools
+        self._modes = modes
+        self._specs = specs
+
+    async def read(self) -> dict[str, Any]:
+        """Ask all engines at once.
+
+        Returns:
+            `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
+            now, all have the same blocks to serve with; `switching_to`, `epoch`; `kept`: by engine, the requests that
+            it keeps; `engines`: state, requests in flight, and what the ranks say of lease and cache, or the error.
+        """
+        entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
+        engines = dict(zip(self._specs, entries, strict=True))
+        to = self._modes.switching_to
+        return {
+            "active": str(self._router.layout),
+            "serving": [name for name, entry in engines.items() if self._router.sends_to(name) and _confirmed(entry)],
+            "switching_to": None if to is None else str(to),
+            "epoch": self._pools.epoch,
+            "kept": {str(spec): count for spec, count in self._modes.kept.items()},
+            "engines": engines,
+        }
+
+    async def _entry(self, spec: EngineSpec) -> dict[str, Any]:
+        """One engine as its ranks have it."""
+        engine = self._router.engines[spec.name]
+        entry: dict[str, Any] = {"state": engine.state.value, "in_flight": len(engine.in_flight)}
+        if engine.state is not EngineState.READY:
+            return entry
+        try:
+            ranks = await self._pools.ask(spec, "kv_state", {})
+        except EngineCallError as error:
+            return entry | {"error": str(error)}
+        leased = [len(rank["pages"]) for rank in ranks]
+        if len(set(leased)) > 1:
+            return entry | {"error": f"{spec}: its ranks have {leased} blocks, which should be one number"}
+        first = ranks[0]
+        return entry | {
+            "leased_blocks": leased[0],
+            "free_blocks": first["free"],
+            "cached_tokens": first["cached_tokens"],
+        }
+
+
+def _confirmed(entry: Mapping[str, Any]) -> bool:
+    """Have an engine's ranks said that they have blocks to serve with?"""
+    return bool(entry.get("leased_blocks"))
