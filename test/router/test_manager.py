@@ -16,10 +16,11 @@ from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.limits import Bounds
+from sglang_adapt.policy.pilot import REST_WINDOWS
 from sglang_adapt.policy.planner import CALM, Plan
 from sglang_adapt.policy.price import Price
 from sglang_adapt.router.engine import EngineState
-from sglang_adapt.router.manager import REST_WINDOWS, Manager, OrderRefusedError, Planning
+from sglang_adapt.router.manager import Manager, OrderRefusedError, Planning
 from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
 from sglang_adapt.router.traffic import Traffic
 

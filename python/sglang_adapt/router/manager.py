@@ -18,8 +18,9 @@ from typing import Any
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.carry import Strategy
-from sglang_adapt.policy.demand import Demand, Terms, Unfinished, demands
+from sglang_adapt.policy.demand import Terms, Unfinished
 from sglang_adapt.policy.efficiency import Speed
+from sglang_adapt.policy.pilot import REST_WINDOWS, Pilot
 from sglang_adapt.policy.planner import History, Plan, Situation, Trigger, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.router.engine import EngineState
@@ -27,12 +28,10 @@ from sglang_adapt.router.explain import explain
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
-from sglang_adapt.router.traffic import WINDOWS, Traffic
+from sglang_adapt.router.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
-REST_WINDOWS = 5
-"""After a switch that was refused the planner waits so many windows."""
 _LAST_SWITCHES = 10
 
 
@@ -91,10 +90,7 @@ class Manager:
         self._planning = planning
         self._traffic = traffic
         self._by_planner = policy is AdaptPolicy.AUTO
-        self._history = History()
-        self._demands: dict[str, Demand] = {}
-        self._price = None if planning is None else planning.price
-        self._rest = 0
+        self._pilot = None if planning is None else Pilot(planning.price, interval_s)
         self._plan: Plan | None = None
         self._trigger: Trigger | None = None
         self._reason = "as the server was started"
@@ -111,11 +107,12 @@ class Manager:
             except Exception:
                 # A fault in this program must not end the control for good; the layout stays as it is.
                 logger.exception("planning broke off; the layout stays for %d windows", REST_WINDOWS)
-                self._rest = REST_WINDOWS
+                assert self._pilot is not None
+                self._pilot.rest()
 
     async def step(self) -> Plan | None:
         """One window: plan, and switch if it says so. Returns the plan; None if there was none to make."""
-        assert self._planning is not None and self._traffic is not None
+        assert self._planning is not None and self._traffic is not None and self._pilot is not None
         self._traffic.close()
         now = self._situation()
         if self._modes.switching or not self._router.accepting:
@@ -123,27 +120,25 @@ class Manager:
         began = time.perf_counter()
         decided = await asyncio.to_thread(plan, now)
         self._planning.planned(decided, time.perf_counter() - began)
-        self._plan, self._history = decided, decided.history
-        if self._rest:
-            self._rest -= 1
-        elif self._by_planner and decided.move and not self._modes.switching:
+        self._plan = decided
+        if self._pilot.may_follow(decided) and self._by_planner and not self._modes.switching:
             await self._follow(decided)
         return decided
 
     async def _follow(self, decided: Plan) -> None:
-        assert decided.trigger is not None
+        assert decided.trigger is not None and self._pilot is not None
         states = self._router.engines
         down = [engine.name for engine in decided.layout.engines if states[engine.name].state is not EngineState.READY]
         if down:
             logger.warning("layout %s would be better (%s), but %s is down", decided.layout, decided.reason, down[0])
-            self._rest = REST_WINDOWS
+            self._pilot.rest()
             return
         reason = f"{decided.trigger}: {decided.reason}"
         try:
             await self._modes.switch(decided.layout, Strategy.AUTO, reason)
         except SwitchRefusedError as error:
             logger.warning("%s; asked again in %d windows at the earliest", error, REST_WINDOWS)
-            self._rest = REST_WINDOWS
+            self._pilot.rest()
             return
         self._trigger, self._reason = decided.trigger, decided.reason
 
@@ -184,8 +179,8 @@ class Manager:
         if not switch.leaving:
             return
         self._switches.append({"outcome": outcome.value, **switch.report()})
-        if self._price is not None and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
-            self._price = self._price.learned(switch.pause_ms, switch.kv_bytes)
+        if self._pilot is not None and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
+            self._pilot.learn(switch.pause_ms, switch.kv_bytes)
 
     # What is told.
 
@@ -224,27 +219,18 @@ class Manager:
         return explain(decided)
 
     def _situation(self) -> Situation:
-        assert self._planning is not None and self._traffic is not None and self._price is not None
+        assert self._planning is not None and self._traffic is not None and self._pilot is not None
         planning, router = self._planning, self._router
-        asked = demands(
-            planning.terms(),
-            tuple(self._traffic.windows),
-            self._traffic.unfinished(router.unfinished()),
-            self._demands,
-        )
-        self._demands = {demand.terms.tier: demand for demand in asked}
-        running = {name: self._running(name) for name in (engine.name for engine in router.layout.engines)}
         longest = max((tokens for engine in router.engines.values() for tokens in engine.in_flight.values()), default=0)
-        return Situation(
-            demands=asked,
+        return self._pilot.situation(
+            terms=planning.terms(),
+            windows=tuple(self._traffic.windows),
+            unfinished=self._traffic.unfinished(router.unfinished()),
             speeds=planning.speeds(),
             gpus=planning.gpus,
             layout=router.layout,
-            running=running,
-            price=self._price,
+            running={engine.name: self._running(engine.name) for engine in router.layout.engines},
             longest_tokens=longest,
-            horizon_s=WINDOWS * self._interval_s,
-            history=self._history,
         )
 
     def _running(self, name: str) -> Running:
