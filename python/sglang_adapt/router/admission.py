@@ -357,6 +357,13 @@ class Admission:
         record.output, record.last_ms, record.engine = total, now, engine.name
         self._tally.change(rid, self._part(rid, record.tokens))
 
+    def grown(self, engine: str, tokens: int) -> None:
+        """Requests of an engine have given so many tokens together, of which `output` will tell one by one later.
+
+        Then they are taken back, as less than 0. For who sees many tokens at a time, as the simulator does.
+        """
+        self._tally.grow(engine, tokens)
+
     def ended(self, rid: str, engine: Engine | None, *, finished: bool) -> None:
         """A request has ended: finished, or aborted or failed."""
         self._named.pop(rid, None)
