@@ -101,8 +101,8 @@ def poisson(rate: float, seconds: float, prompt: int, output: int, seed: int) ->
     """
     rng, at, made = random.Random(seed), 0.0, []
     while (at := at + rng.expovariate(rate)) < seconds:
-        lengths = [max(1, round(length * rng.uniform(0.5, 1.5))) for length in (prompt, output)]
-        made.append(Arrival(at * 1e3, *lengths))
+        tokens, given = (max(1, round(length * rng.uniform(0.5, 1.5))) for length in (prompt, output))
+        made.append(Arrival(at * 1e3, tokens, given))
     if not made:
         raise LoadError(f"no request arrives within {seconds:g} s at {rate:g} a second; give more of either")
     return made

@@ -1,4 +1,4 @@
-"""What became of the requests of a run, by tier: the figures of `benchmark/bench_goodput.py`, and where layouts were."""
+"""What became of the requests of a run, by tier, as `benchmark/bench_goodput.py` tells it, and which layouts served."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_adapt.simulate.control import SwitchMade
 from sglang_adapt.simulate.engine import Request
 from sglang_adapt.simulate.node import SimulationError
 
-COLUMNS = ("sent", "refused", "missed", "met_ttft", "met_tpot", "good", "goodput_rps", "attainment")
+COLUMNS: tuple[str, ...] = ("sent", "refused", "missed", "met_ttft", "met_tpot", "good", "goodput_rps", "attainment")
 COLUMNS += ("ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99")
 
 Judged = dict[str, dict[str, float | int | None]]
@@ -86,7 +86,7 @@ def _percentiles(name: str, values: list[float]) -> dict[str, float | None]:
 
 def table(judged: Judged) -> str:
     """A line a tier."""
-    rows = [("tier", *COLUMNS)]
+    rows: list[tuple[str, ...]] = [("tier", *COLUMNS)]
     rows += [(name, *(_shown(one[column]) for column in COLUMNS)) for name, one in judged.items()]
     return aligned(rows)
 
