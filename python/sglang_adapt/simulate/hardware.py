@@ -148,11 +148,21 @@ def measured(
     missing = sorted(set(tp_sizes or known) - set(known))
     if missing:
         raise HardwareError(f"--tp-sizes {missing[0]}: {path} has only {', '.join(map(str, known))}")
+    return of_profile(profile, path.name, tp_sizes or known, shape, token_bytes, price)
+
+
+def of_profile(
+    profile: Profile, name: str, tp_sizes: tuple[int, ...], shape: Shape, token_bytes: int, price: Price = PRICE
+) -> Hardware:
+    """As `measured`, of a profile that has been read, called `name`, and has these TP sizes.
+
+    Raises:
+        HardwareError: `kv_tokens` is not known, or a number is not above 0.
+    """
     if shape.kv_tokens is None:
         raise HardwareError("--kv-tokens is not given: a profile does not say how many tokens a GPU holds")
-    times: dict[int, Times] = {tp: MeasuredTimes(profile.size(tp)) for tp in tp_sizes or known}
-    key = profile.key
-    source = f"{path.name}: {key.model} on {key.gpu}"
+    times: dict[int, Times] = {tp: MeasuredTimes(profile.size(tp)) for tp in tp_sizes}
+    source = f"{name}: {profile.key.model} on {profile.key.gpu}"
     return _made(times, shape, shape.kv_tokens, token_bytes, price, source, profile)
 
 

@@ -131,3 +131,18 @@ def repeated(arrivals: Sequence[Arrival], times: int, period_ms: float) -> list[
         for turn in range(times)
         for one in arrivals
     ]
+
+
+def faster(arrivals: Sequence[Arrival], times: float) -> list[Arrival]:
+    """The same requests, arriving so many times as fast."""
+    return [Arrival(one.at_ms / times, one.prompt, one.output, one.tier) for one in arrivals]
+
+
+def overlaid(arrivals: Sequence[Arrival], copies: int, seed: int = 0) -> list[Arrival]:
+    """So many loads like this one at once, as of so many times the users: each copy is turned by a time of its own."""
+    period, rng, made = arrivals[-1].at_ms + 1.0, random.Random(seed), list(arrivals)
+    for _ in range(copies - 1):
+        turn = rng.uniform(0.0, period)
+        made += [Arrival((one.at_ms + turn) % period, one.prompt, one.output, one.tier) for one in arrivals]
+    made.sort(key=lambda one: one.at_ms)
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,8 +171,3 @@ def _divisions(gpus: int, parts: int, unit: int) -> Iterator[tuple[int, ...]]:
     for first in range(unit, gpus - unit * (parts - 1) + 1, unit):
         for rest in _divisions(gpus - first, parts - 1, unit):
             yield (first, *rest)
-
-
-def uniform_layouts(hardware: Hardware, gpus: int) -> Mapping[str, Layout]:
-    """`tp1`, `tp2`, ...: all GPUs at one size."""
-    return {f"tp{tp}": uniform_layout(tp, gpus) for tp in hardware.tp_sizes if gpus % tp == 0}
