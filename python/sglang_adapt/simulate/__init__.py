@@ -1,6 +1,6 @@
 """A deployment in simulated time, with the router's own decisions: `python -m sglang_adapt.simulate`.
 
-- `cli.py`: the command line, with `flags.py`; `load.py`: what arrives; `hardware.py`: how fast engines are and what they hold;
+- `cli.py`, `flags.py`: the command line; `load.py`: what arrives; `hardware.py`: how fast engines are, what they hold;
 - `engine.py`: one engine: iterations of prompts and decode steps; `node.py`: the events of all engines;
 - `routing.py`: where requests go: the router's `Admission`, or the least load; `control.py`: layouts and switches;
 - `outcome.py`: what became of the requests, as a table; `systems.py`: ours and its rivals;

@@ -123,8 +123,8 @@ def check(path: Path, within: str = "0.10:0.15") -> tuple[str, dict[str, Any]]:
     }
     text = (
         f"{aligned(rows)}\ngoodput is off by at most {summary['worst_goodput']:.0%}, percentiles "
-        f"by {summary['worst_percentile']:.0%}; {right} of {len(found)} figures are within {most_goodput:.0%} (goodput) "
-        f"and {most_percentile:.0%} (percentiles)"
+        f"by {summary['worst_percentile']:.0%}; {right} of {len(found)} figures are within {most_goodput:.0%} "
+        f"(goodput) and {most_percentile:.0%} (percentiles)"
     )
     return text, {"measured": path.name, "within": within, "summary": summary, "figures": found}
 
