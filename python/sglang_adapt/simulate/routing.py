@@ -122,6 +122,8 @@ class LeastLoad:
         pass
 
     def moved(self, request: Request, engine: str) -> None:
+        if engine not in self._dispatch:
+            self._dispatch.add(engine)
         self._dispatch.assign(engine, request.arrival.prompt)
 
     def left(self, engine: SimulatedEngine, requests: Sequence[Request]) -> None:
