@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from sglang_adapt.simulate.load import LoadError
 from sglang_adapt.simulate.outcome import table
 from sglang_adapt.simulate.study import STUDIES, Setting, StudyError
 from sglang_adapt.simulate.systems import Run, System, run, split
+from sglang_adapt.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(options.json, json.dumps(result, indent=1).encode() + b"\n")
+        made = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": "python -m sglang_adapt.simulate " + shlex.join([*(sys.argv[1:] if argv is None else argv)]),
+            "version": __version__,
+        }
+        replace_file(options.json, json.dumps({**made, **result}, indent=1).encode() + b"\n")
     return 0
 
 
