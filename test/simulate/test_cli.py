@@ -9,7 +9,7 @@ import pytest
 
 import bench_goodput
 from sglang_adapt.simulate.cli import main
-from sglang_adapt.simulate.load import Cut, overlaid, poisson, read_trace, with_tiers
+from sglang_adapt.simulate.load import Cut, overlaid, poisson, read_trace, repeated, with_tiers
 
 TWO = ["--tier", "strict:1:400:15", "--tier", "loose:1:1000:30"]
 SHORT = ["--rate", "10", "--seconds", "4", "--quiet", *TWO]
@@ -100,6 +100,14 @@ def test_the_load_is_the_one_that_is_sent_to_servers() -> None:
         (one.arrival_s * 1e3, one.input_tokens, one.output_tokens, tier.name)
         for one, tier in zip(sent, drawn, strict=True)
     ]
+
+
+def test_a_load_in_a_row_keeps_its_rate() -> None:
+    one = poisson(5.0, 10.0, 100, 10, 0)
+    day = repeated(one, 4)
+    assert len(day) == 4 * len(one)
+    assert [arrival.at_ms for arrival in day] == sorted(arrival.at_ms for arrival in day)
+    assert len(day) / day[-1].at_ms == pytest.approx(len(one) / one[-1].at_ms, rel=0.05)
 
 
 def test_more_users_are_as_many_requests_more() -> None:

@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--rate-scale", type=float, default=1.0, help="requests arrive so many times as fast (default: 1)"
     )
+    what.add_argument("--repeat", type=int, default=1, help="the traces so many times in a row (default: 1)")
     what.add_argument("--rate", type=float, help="Poisson arrivals a second, in place of --trace")
     what.add_argument("--seconds", type=float, default=60.0, help="of Poisson arrivals (default: 60)")
     what.add_argument("--input", type=int, default=1024, help="prompt tokens of these, about (default: 1024)")

@@ -12,7 +12,7 @@ from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
 from sglang_adapt.core.slo_file import read_slo_config
 from sglang_adapt.policy.price import Price
 from sglang_adapt.simulate.hardware import MODELS, PRICE, Hardware, Shape, measured, reckoned
-from sglang_adapt.simulate.load import Arrival, Cut, merged, of_tier, poisson, read_trace, with_tiers
+from sglang_adapt.simulate.load import Arrival, Cut, merged, of_tier, poisson, read_trace, repeated, with_tiers
 from sglang_adapt.simulate.study import Setting, scaled
 
 AUTO = "auto"
@@ -110,7 +110,9 @@ def _arrivals(options: argparse.Namespace, config: SloConfig, shares: dict[str, 
             raise FlagError(f"--trace {text}: there is no tier {tier}; there are {', '.join(sorted(names))}")
         arrivals = read_trace(Path(path if equals else text), cut)
         loads.append(of_tier(arrivals, tier) if equals else with_tiers(arrivals, shares, options.seed))
-    return merged(loads)
+    if options.repeat < 1:
+        raise FlagError(f"--repeat {options.repeat}: give a number above 0")
+    return repeated(merged(loads), options.repeat)
 
 
 def _window(text: str) -> tuple[float, float]:

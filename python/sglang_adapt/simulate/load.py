@@ -124,8 +124,9 @@ def merged(loads: Sequence[Sequence[Arrival]]) -> list[Arrival]:
     return sorted((one for load in loads for one in load), key=lambda one: one.at_ms)
 
 
-def repeated(arrivals: Sequence[Arrival], times: int, period_ms: float) -> list[Arrival]:
-    """A load so many times in a row, each `period_ms` after the last one; a day of an hour."""
+def repeated(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
+    """A load so many times in a row, with the mean gap between; a day of an hour."""
+    period_ms = arrivals[-1].at_ms * (1 + 1 / max(1, len(arrivals) - 1))
     return [
         Arrival(one.at_ms + turn * period_ms, one.prompt, one.output, one.tier)
         for turn in range(times)
