@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import simulated
 from simulations import TIERS, both_tiers, hardware
@@ -11,12 +13,14 @@ from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.price import Price
 from sglang_adapt.policy.profile import MeasuredTimes
+from sglang_adapt.router.traffic import Traffic
+from sglang_adapt.simulate import study
 from sglang_adapt.simulate.engine import Request
 from sglang_adapt.simulate.hardware import Hardware
 from sglang_adapt.simulate.load import Arrival
 from sglang_adapt.simulate.node import SimulationError
 from sglang_adapt.simulate.outcome import judge
-from sglang_adapt.simulate.systems import System, run, split
+from sglang_adapt.simulate.systems import System, carries, run, split
 
 _BURST = [Arrival(10_000 + one.at_ms, one.prompt, one.output, one.tier) for one in both_tiers(45.0, 10.0)]
 FAST_AND_SLOW = [*both_tiers(4.0, 10.0), *_BURST]
@@ -76,6 +80,36 @@ def test_split_knows_no_other_tier_and_loses_none() -> None:
     assert adds_up(found.judged, len(arrivals))
     assert "strict: " in found.notes and "loose: " in found.notes
     assert sum(one.given for one in found.requests) == sum(one.output for one in arrivals)
+
+
+def test_what_the_planner_sees_is_what_was_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    arrived = Traffic.arrived
+    monkeypatch.setattr(Traffic, "arrived", lambda self, rid, tokens: (seen.append(rid), arrived(self, rid, tokens))[1])
+    found = run(System(hardware(), 2, uniform_layout(1, 2), interval_s=1.0), both_tiers(90.0, 4.0), TIERS)
+    refused = {one.rid for one in found.requests if one.refused}
+    assert refused and len(seen) == len(found.requests) - len(refused) and not refused & set(seen)
+
+
+def test_a_load_is_carried_or_broken_off() -> None:
+    system = System(hardware(), 2, uniform_layout(1, 2), admission=False)
+    light, heavy = both_tiers(10.0, 5.0), both_tiers(120.0, 20.0)
+    easy = carries(system, light, TIERS, 0.8)
+    assert easy is not None and easy.judged == run(system, light, TIERS).judged
+    assert run(system, heavy, TIERS).attainment < 0.8
+    assert carries(system, heavy, TIERS, 0.8) is None
+
+
+def test_scaling_finds_the_most_that_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "GPUS", (4, 8))
+    setting = study.Setting(hardware(), 4, tuple(both_tiers(20.0, 6.0)), TIERS, 1.0, Price(60.0, 3e11))
+    _, result = study.scaling(setting, lambda line: None)
+    good = {(one["gpus"], one["system"]): one["tiers"]["total"] for one in result["runs"]}
+    assert len(good) == 6 and all(one["attainment"] >= 0.8 for one in good.values())
+    for system in ("ours, auto", "ours, best TP", "stock, best TP"):
+        assert 1.5 < good[8, system]["goodput_rps"] / good[4, system]["goodput_rps"] < 2.8
+    with pytest.raises(study.StudyError, match="--gpus 3"):
+        study.scaling(replace(setting, gpus=3), lambda line: None)
 
 
 def test_more_gpus_carry_more() -> None:

@@ -73,8 +73,8 @@ class Control:
         if self._interval_ms is not None:
             tier_of = {request.rid: request.arrival.tier for request in node.requests}
             self._traffic = Traffic(tier_of.__getitem__, lambda: node.now_ms / 1e3)
-            node.arrived = lambda request: self._traffic.arrived(request.rid, request.arrival.prompt)
-            node.finished = self._finished
+            node.accepted.append(lambda request: self._traffic.arrived(request.rid, request.arrival.prompt))
+            node.finished.append(self._finished)
             node.at(self._interval_ms, self._plan)
 
     def _finished(self, request: Request) -> None:

@@ -57,8 +57,9 @@ class Node:
         self._told: dict[str, float] = {}
         self._progress = progress
         self._looking = False
-        self.arrived: Callable[[Request], None] = lambda request: None
-        self.finished: Callable[[Request], None] = lambda request: None
+        self.accepted: list[Callable[[Request], None]] = []
+        self.finished: list[Callable[[Request], None]] = []
+        self.stop = False
 
     @property
     def routing(self) -> Routing:
@@ -94,11 +95,11 @@ class Node:
             heappush(self._due, (due, self._sequence, engine))
 
     def run(self) -> None:
-        """Until every request has ended. Raises SimulationError if that never is."""
+        """Until every request has ended, or somebody sets `stop`. Raises SimulationError if that never is."""
         coming, number, step = self.requests, 0, max(1, len(self.requests) // 50)
         told = 0
         due, events = self._due, self._events
-        while not self.is_over:
+        while not self.is_over and not self.stop:
             ends = due[0][0] if due else math.inf
             arrives = coming[number].arrival.at_ms if number < len(coming) else math.inf
             other = events[0][0] if events else math.inf
@@ -121,11 +122,13 @@ class Node:
                 self._progress(told, len(coming), self.now_ms)
 
     def _arrive(self, request: Request) -> None:
-        self.arrived(request)
         self.routing.arrive(request)
         if request.refused:
             self.ended += 1
-            self.finished(request)
+            self._tell(self.finished, request)
+        else:
+            # As in the router: what is refused is not seen by the planner.
+            self._tell(self.accepted, request)
         self._look()
 
     def _batch_ended(self, engine: SimulatedEngine) -> None:
@@ -133,7 +136,7 @@ class Node:
         progress = engine.finish()
         self.ended += len(progress.ended)
         for request in progress.ended:
-            self.finished(request)
+            self._tell(self.finished, request)
         self.routing.progressed(engine, progress)
         self._limit(engine, placed=False)
         engine.start(self.now_ms)
@@ -143,6 +146,11 @@ class Node:
         if placed or self.now_ms - self._told.get(engine.name, -math.inf) >= LET_GO_MS:
             self._told[engine.name] = self.now_ms
             engine.limits = self.routing.limits(engine.name)
+
+    @staticmethod
+    def _tell(whom: list[Callable[[Request], None]], request: Request) -> None:
+        for told in whom:
+            told(request)
 
     def _look(self) -> None:
         """Look at what waits as time passes, while anything does."""

@@ -39,6 +39,15 @@ def judge(requests: Sequence[Request], config: SloConfig, seconds: float) -> Jud
     return {name: _judged(name, group, tiers, seconds) for name, group in groups.items()}
 
 
+def met(request: Request, tier: Tier) -> tuple[bool, bool]:
+    """(TTFT, TPOT) of a request that has ended: is its target met? Of one that was refused neither is."""
+    if request.refused or not request.done:
+        return False, False
+    in_time = request.first_ms - request.arrival.at_ms <= (tier.ttft_ms or math.inf)
+    given = request.given - 1
+    return in_time, not given or (request.last_ms - request.first_ms) / given <= (tier.tpot_ms or math.inf)
+
+
 def _judged(
     name: str, group: Sequence[Request], tiers: Mapping[str, Tier], seconds: float
 ) -> dict[str, float | int | None]:
@@ -50,13 +59,10 @@ def _judged(
             continue
         if not one.done or math.isnan(one.first_ms):
             continue
-        tier, ttft = tiers[one.arrival.tier], one.first_ms - one.arrival.at_ms
-        ttfts.append(ttft)
-        in_time, quick = ttft <= (tier.ttft_ms or math.inf), True
+        in_time, quick = met(one, tiers[one.arrival.tier])
+        ttfts.append(one.first_ms - one.arrival.at_ms)
         if one.given > 1:
-            tpot = (one.last_ms - one.first_ms) / (one.given - 1)
-            tpots.append(tpot)
-            quick = tpot <= (tier.tpot_ms or math.inf)
+            tpots.append((one.last_ms - one.first_ms) / (one.given - 1))
         met_ttft += in_time
         met_tpot += quick
         good += in_time and quick

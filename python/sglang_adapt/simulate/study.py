@@ -14,7 +14,7 @@ from sglang_adapt.policy.price import Price
 from sglang_adapt.simulate.hardware import Hardware
 from sglang_adapt.simulate.load import Arrival, faster, overlaid
 from sglang_adapt.simulate.outcome import aligned
-from sglang_adapt.simulate.systems import Run, System, run, split
+from sglang_adapt.simulate.systems import Run, System, carries, run, split
 
 ATTAINMENT = 0.8
 """A system carries a load if this part of all requests is good (Nitsum, 4.2.3)."""
@@ -80,20 +80,26 @@ def scaled(config: SloConfig, scale: float) -> SloConfig:
     return msgspec.structs.replace(config, tiers=tuple(tiers))
 
 
-def _auto(setting: Setting, price: Price | None = None, interval_s: float | None = None) -> Run:
-    system = System(
+def _auto_system(setting: Setting, price: Price | None = None, interval_s: float | None = None) -> System:
+    return System(
         setting.hardware,
         setting.gpus,
         uniform_layout(setting.hardware.tp_sizes[0], setting.gpus),
         interval_s=interval_s or setting.interval_s,
         price=price or setting.price,
     )
-    return run(system, setting.arrivals, setting.config)
+
+
+def _auto(setting: Setting, price: Price | None = None, interval_s: float | None = None) -> Run:
+    return run(_auto_system(setting, price, interval_s), setting.arrivals, setting.config)
+
+
+def _static_system(setting: Setting, tp: int, *, admission: bool) -> System:
+    return System(setting.hardware, setting.gpus, uniform_layout(tp, setting.gpus), admission)
 
 
 def _static(setting: Setting, tp: int, *, admission: bool) -> Run:
-    system = System(setting.hardware, setting.gpus, uniform_layout(tp, setting.gpus), admission)
-    return run(system, setting.arrivals, setting.config)
+    return run(_static_system(setting, tp, admission=admission), setting.arrivals, setting.config)
 
 
 def _best_static(setting: Setting, *, admission: bool) -> Run:
@@ -155,10 +161,10 @@ def scaling(setting: Setting, say: Say) -> Found:
     system no longer carries them.
     """
     least = setting.gpus
-    systems: Mapping[str, Callable[[Setting], Run]] = {
-        "ours, auto": _auto,
-        "ours, best TP": lambda at: _best_static(at, admission=True),
-        "stock, best TP": lambda at: _best_static(at, admission=False),
+    systems: Mapping[str, Callable[[Setting], Sequence[System]]] = {
+        "ours, auto": lambda at: [_auto_system(at)],
+        "ours, best TP": lambda at: [_static_system(at, tp, admission=True) for tp in at.hardware.tp_sizes[::-1]],
+        "stock, best TP": lambda at: [_static_system(at, tp, admission=False) for tp in at.hardware.tp_sizes[::-1]],
     }
     rows = [("GPUs", *systems)]
     found: list[dict[str, Any]] = []
@@ -166,7 +172,7 @@ def scaling(setting: Setting, say: Say) -> Found:
         at = replace(setting, gpus=gpus, arrivals=tuple(overlaid(setting.arrivals, gpus // least)))
         cells = []
         for name, system in systems.items():
-            times, best = _most(at, system)
+            times, best = _most(at, system(at))
             say(f"{gpus} GPUs, {name}: {best.goodput_rps:g} req/s at {times:.3g}x" if best else f"{gpus}, {name}: none")
             cells.append("0" if best is None else f"{best.goodput_rps:.1f}")
             report = {} if best is None else best.report()
@@ -179,22 +185,23 @@ def scaling(setting: Setting, say: Say) -> Found:
     return aligned(rows), {"setting": setting.report(), "attainment": ATTAINMENT, "runs": found}
 
 
-def _most(setting: Setting, system: Callable[[Setting], Run]) -> tuple[float, Run | None]:
-    """(how much faster than the setting, the run) of the fastest load that a system carries, to 6 %."""
+def _most(setting: Setting, systems: Sequence[System]) -> tuple[float, Run | None]:
+    """(how much faster than the setting, the run) of the fastest load that one of these carries, to 6 %."""
 
-    def at(times: float) -> Run:
-        return system(replace(setting, arrivals=tuple(faster(setting.arrivals, times))))
+    def at(times: float) -> Run | None:
+        arrivals = faster(setting.arrivals, times)
+        return next(
+            (one for one in (carries(each, arrivals, setting.config, ATTAINMENT) for each in systems) if one), None
+        )
 
     low, best, high = 0.0, None, 1.0
-    while (found := at(high)).attainment >= ATTAINMENT:
+    while (found := at(high)) is not None and high < 64:
         low, best, high = high, found, high * 2
-        if high > 64:
-            return low, best
     low = low or high / 16
     while high / low > 1.06:
         middle = (low * high) ** 0.5
         found = at(middle)
-        if found.attainment >= ATTAINMENT:
+        if found is not None:
             low, best = middle, found
         else:
             high = middle

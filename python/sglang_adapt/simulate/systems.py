@@ -15,7 +15,7 @@ from sglang_adapt.simulate.engine import Request
 from sglang_adapt.simulate.hardware import Hardware
 from sglang_adapt.simulate.load import Arrival
 from sglang_adapt.simulate.node import Node
-from sglang_adapt.simulate.outcome import Judged, counted, judge, timeline
+from sglang_adapt.simulate.outcome import Judged, counted, judge, met, timeline
 from sglang_adapt.simulate.routing import ByTiers, LeastLoad, Routing
 
 Progress = Callable[[int, int, float], None]
@@ -86,6 +86,20 @@ class Run:
         }
 
 
+def carries(system: System, arrivals: Sequence[Arrival], config: SloConfig, least: float) -> Run | None:
+    """The run of a system, if at least this share of all requests is good; it is broken off when that cannot be."""
+    tiers = {tier.name: tier for tier in config.tiers}
+    most, bad = len(arrivals) * (1 - least), 0
+
+    def ended(node: Node, request: Request) -> None:
+        nonlocal bad
+        bad += not all(met(request, tiers[request.arrival.tier]))
+        node.stop = node.stop or bad > most
+
+    found = _run(system, arrivals, config, None, ended)
+    return found if found is not None and found.attainment >= least else None
+
+
 def run(system: System, arrivals: Sequence[Arrival], config: SloConfig, progress: Progress | None = None) -> Run:
     """Simulate a system until all requests have ended.
 
@@ -95,6 +109,18 @@ def run(system: System, arrivals: Sequence[Arrival], config: SloConfig, progress
         config: the tiers by which requests are placed and judged.
         progress: told (ended, of all, ms of simulated time) now and then.
     """
+    found = _run(system, arrivals, config, progress, lambda node, request: None)
+    assert found is not None
+    return found
+
+
+def _run(
+    system: System,
+    arrivals: Sequence[Arrival],
+    config: SloConfig,
+    progress: Progress | None,
+    ended: Callable[[Node, Request], None],
+) -> Run | None:
     began = time.process_time()
     node = Node(arrivals, system.hardware, system.gpus, progress or (lambda ended, of, now_ms: None))
     tp_of = {name: spec.tp for name, spec in node.specs.items()}
@@ -105,7 +131,10 @@ def run(system: System, arrivals: Sequence[Arrival], config: SloConfig, progress
         routing = LeastLoad(system.hardware, node.place)
     node.use(routing)
     control = Control(node, system.hardware, system.gpus, config, system.layout, system.interval_s, system.price)
+    node.finished.append(lambda request: ended(node, request))
     node.run()
+    if node.stop:
+        return None
     seconds = max(arrivals[-1].at_ms / 1e3, 1e-3)
     judged = judge(node.requests, config, seconds)
     took = time.process_time() - began
