@@ -1,7 +1,8 @@
 """Goodput of ours, with a profile measured on the spot, and of stock sglang, one after the other under the same load.
 
 Commands are in `bench_goodput.py`. Ours is started without tiers, to measure its profile, and again with them; stock
-once, as `--dp-size N` of engines at the layout's TP size. What both get stands after `--`.
+once, as `--dp-size N` of engines at the layout's TP size. What both get stands after `--`. How near the simulator
+comes to the result: `python -m sglang_adapt.simulate --check RESULT.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import urllib.request
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from bench_goodput import add_load_flags, check_load, measure
 from server import Server, environment, write_json
@@ -41,16 +45,45 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
-        result: dict[str, object] = {"environment": environment(), "layout": options.layout}
+        result: dict[str, object] = {
+            "environment": environment(),
+            "layout": options.layout,
+            "load": load_of(options),
+        }
         for system in options.systems:
             flags = ours(options, both, Path(folder), logs) if system == "ours" else stock(options, both)
             module = "sglang_adapt.launch_server" if system == "ours" else "sglang.launch_server"
             with Server(system, module, flags, logs / f"{system}.log", _variables(options)) as server:
+                if system == "ours":
+                    result["engines"] = engines_of(server.url)
                 result[system] = measure(system, server.url, "demo", options)
             write_json(options.json, result)
         if "ours" in options.systems:
             result["profile"] = json.loads((options.profile or Path(folder) / "profile.json").read_text())
             write_json(options.json, result)
+
+
+def load_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What is sent, as `python -m sglang_adapt.simulate --check` reads it."""
+    names = ("rate", "seconds", "input", "output", "count", "divide", "longest", "seed", "reject")
+    return {
+        "tiers": [asdict(tier) for tier in options.tier],
+        "trace": [str(trace) for trace in options.trace],
+        **{name: getattr(options, name) for name in names},
+    }
+
+
+def engines_of(url: str) -> dict[str, int]:
+    """What a server says of its engines, likewise; all engines have the same TP size, which counts as the smallest."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=60) as answer:
+        said = json.load(answer)
+    chunk = said["chunked_prefill_size"]
+    return {
+        "chunk": chunk if chunk and chunk > 0 else said["max_prefill_tokens"],
+        "page": said["page_size"] or 1,
+        "requests": said["max_running_requests"] or 4096,
+        "kv_tokens": said["max_total_num_tokens"],
+    }
 
 
 def ours(options: argparse.Namespace, both: list[str], folder: Path, logs: Path) -> list[str]:

@@ -27,6 +27,7 @@ FLOORS: dict[str, int] = {
     "launch_server": 7,
     "ctl": 7,
     "profile": 7,
+    "simulate": 7,
 }
 """Floor by room. `weights` and `kv` may use `memory`, which is on their floor: see `_NEIGHBOURS`."""
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_adapt.policy.limits import OPEN, SAFETY, STEPS, Bounds, Limits, chunk_tokens, limits_for
-from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
+from sglang_adapt.policy.profile import Corrected, Correction, ModelFigures, ReckonedTimes, gpu_figures
 
 H100 = ReckonedTimes(ModelFigures(1, 32, 16_060_522_496, 131_072, 2), gpu_figures("H100")[0])
 BOUNDS = Bounds(16, 8192, 256)
@@ -51,3 +51,29 @@ def test_a_step_and_its_prompts_stay_below_the_target(running: int, context: flo
     requests = bounds.requests if limits.requests is None else limits.requests
     assert 1 <= requests <= 256
     assert requests == 1 or H100.decode_ms(requests, context / running * requests) <= SAFETY * tpot
+
+
+@given(
+    step_ms=st.floats(0.1, 60.0),
+    tpot_ms=st.floats(0.5, 200.0),
+    stretch=st.floats(0.1, 8.0),
+    page=st.sampled_from((1, 16, 48)),
+    most=st.sampled_from((16, 500, 2048, 8192)),
+)
+def test_a_part_is_the_largest_that_fits_and_is_not_too_dear(
+    step_ms: float, tpot_ms: float, stretch: float, page: int, most: int
+) -> None:
+    """The table says what going through all sizes says, also for times that were corrected."""
+    bounds = Bounds(page, most, 256)
+    times = Corrected(H100, Correction(prefill=stretch, most=32.0))
+    least = times.prefill_ms(max(page, most)) / max(page, most)
+    sizes = {page, max(page, most) // page * page}
+    sizes |= {n * page for power in range(14) for n in (2**power, 3 * 2**power // 2) if n * page <= most}
+    chosen = chunk_tokens(times, step_ms, tpot_ms, bounds)
+    spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
+    fitting = [size for size in sizes if times.prefill_ms(size) <= spare_ms * (1 - 1e-9)]
+    cheap = [size for size in sizes if times.prefill_ms(size) <= 2 * least * size * (1 + 1e-9)]
+    assert chosen in sizes
+    assert chosen >= max(fitting, default=page)
+    if times.prefill_ms(chosen) > spare_ms * (1 + 1e-9):
+        assert chosen <= min((size for size in cheap if size >= max(fitting, default=page)), default=max(sizes))

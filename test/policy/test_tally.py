@@ -56,3 +56,16 @@ def test_nobody_has_anything() -> None:
     assert tally.of("a") == Sums()
     tally.drop("r")
     assert tally.of("b") == Sums()
+
+
+def test_what_parts_do_not_tell_yet_counts_until_it_is_taken_back() -> None:
+    tally = Tally()
+    tally.put("r", "a", Part(5, 1))
+    tally.put("s", "a", Part(7, 1))
+    tally.grow("a", 16)
+    assert tally.of("a").context == 30
+    tally.grow("a", -8)
+    tally.change("r", Part(5, 9))
+    assert tally.of("a").context == 30
+    tally.grow("b", 3)
+    assert tally.of("b") == Sums()

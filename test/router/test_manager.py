@@ -14,11 +14,11 @@ from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import Layout, parse_layout
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Terms
+from sglang_adapt.policy.pilot import REST_WINDOWS, WINDOWS
 from sglang_adapt.policy.planner import CALM
 from sglang_adapt.router.engine import EngineState
-from sglang_adapt.router.manager import PAUSED_WINDOWS, REST_WINDOWS, OrderRefusedError
+from sglang_adapt.router.manager import PAUSED_WINDOWS, OrderRefusedError
 from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
-from sglang_adapt.router.traffic import WINDOWS
 
 LOOSE, STRICT = Terms("loose", 1.0, 3000.0, 60.0), Terms("strict", 4.0, 500.0, 7.0)
 

@@ -8,10 +8,11 @@ from the tightest target that runs there (Nitsum, 4.2.1). The engine keeps them:
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
-from sglang_adapt.policy.profile import Times
+from sglang_adapt.policy.profile import Corrected, Times
 
 SAFETY = 0.9
 """Predictions have to stay below this part of a target."""
@@ -72,16 +73,31 @@ def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds) -
     if math.isinf(tpot_ms) or step_ms <= 0:
         return most
     spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
+    plain, stretch = (times.times, times.correction.prefill) if isinstance(times, Corrected) else (times, 1.0)
+    parts = _parts(plain, most, bounds.page_tokens)
+    return parts.chosen[max(0, bisect_right(parts.took_ms, spare_ms / stretch) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The ladder of chunks: what each takes, and which one is taken where it is the largest that fits, or the first."""
+
+    took_ms: tuple[float, ...]
+    chosen: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def _parts(times: Times, most: int, page_tokens: int) -> _Parts:
+    """Of times that do not change, so that a decision is one look into a table; it is made for each engine."""
     token_ms = times.prefill_ms(most) / most
-    fitting, fitting_is_enough = bounds.page_tokens, False
-    for pages in _ladder(most // bounds.page_tokens):
-        tokens = pages * bounds.page_tokens
-        took_ms = times.prefill_ms(tokens)
-        if took_ms > spare_ms and fitting_is_enough:
-            break
-        fitting = tokens
-        fitting_is_enough = took_ms <= _DEAREST * token_ms * tokens
-    return fitting
+    sizes = [pages * page_tokens for pages in _ladder(most // page_tokens)]
+    took = [times.prefill_ms(tokens) for tokens in sizes]
+    chosen, cheap = [], sizes[-1]
+    for tokens, took_ms in zip(reversed(sizes), reversed(took), strict=True):
+        if took_ms <= _DEAREST * token_ms * tokens:
+            cheap = tokens
+        chosen.append(cheap)
+    return _Parts(tuple(took), tuple(reversed(chosen)))
 
 
 def limits_for(times: Times, running: int, context: float, promised: int, tpot_ms: float, bounds: Bounds) -> Limits:
@@ -111,7 +127,7 @@ def limits_for(times: Times, running: int, context: float, promised: int, tpot_m
     )
 
 
-@cache
+@lru_cache(maxsize=64)
 def _ladder(most: int) -> tuple[int, ...]:
     """1, 2, 3, 4, 6, 8, 12, 16, ... and `most`."""
     steps, at = {1, max(1, most)}, 2

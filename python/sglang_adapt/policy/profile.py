@@ -21,7 +21,9 @@ OUTSIDE_MARGIN = 1.25
 
 
 class Times(Protocol):
-    """Times of one engine, in ms. Neither falls when an argument grows."""
+    """Times of one engine, in ms. Neither falls when an argument grows, and the same object always says the same."""
+
+    def __hash__(self) -> int: ...
 
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         """To compute `tokens` >= 0 prompt tokens behind `prefix` cached ones, with nothing else to do; 0 for none."""

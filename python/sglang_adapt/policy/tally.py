@@ -97,6 +97,15 @@ class Tally:
         if (known := self._parts.get(key)) is not None:
             self.put(key, known[0], part)
 
+    def grow(self, holder: str, tokens: int) -> None:
+        """A holder's requests have so many tokens more together, of which their parts do not tell yet.
+
+        Who says so takes them back, as less than 0, when parts tell of them.
+        """
+        sums = self._sums.get(holder)
+        if sums is not None:
+            sums.context += tokens
+
     def drop(self, key: Hashable) -> None:
         """A request is nobody's any more, if it was anybody's."""
         known = self._parts.pop(key, None)

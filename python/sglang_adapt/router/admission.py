@@ -357,6 +357,13 @@ class Admission:
         record.output, record.last_ms, record.engine = total, now, engine.name
         self._tally.change(rid, self._part(rid, record.tokens))
 
+    def grown(self, engine: str, tokens: int) -> None:
+        """Requests of an engine have given so many tokens together, of which `output` will tell one by one later.
+
+        Then they are taken back, as less than 0. For who sees many tokens at a time, as the simulator does.
+        """
+        self._tally.grow(engine, tokens)
+
     def ended(self, rid: str, engine: Engine | None, *, finished: bool) -> None:
         """A request has ended: finished, or aborted or failed."""
         self._named.pop(rid, None)
@@ -414,31 +421,29 @@ class Admission:
     def _loads(self, engines: Sequence[Engine], prefixes: Sequence[tuple[int, bytes]] = ()) -> list[Load]:
         now = self._clock_ms()
         self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
+        times = {tp: Corrected(times, self.corrections[tp]) for tp, times in self._times.items()}
+        for_all = self._guard_ms(None)
         loads = []
         for name in (engine.name for engine in engines):
-            sums, tiers = self._tally.of(name), self._tiers_of.get(name)
+            sums, tiers, tp = self._tally.of(name), self._tiers_of.get(name), self._tp_of[name]
             loads.append(
                 Load(
                     name,
-                    self._of(name),
+                    times[tp],
                     sums.requests,
                     sums.unread,
                     float(sums.context),
                     sums.tightest_tpot_ms,
                     self._prefill_ms(name, now),
-                    self._bounds[self._tp_of[name]],
-                    self._cached(name, prefixes),
-                    self._guard_ms(tiers),
+                    self._bounds[tp],
+                    self._cached(name, prefixes) if prefixes else 0,
+                    for_all if tiers is None else self._guard_ms(tiers),
                     sums.decoding,
                     sums.preemptible,
                     tiers,
                 )
             )
         return loads
-
-    def _of(self, engine: str) -> Corrected:
-        tp = self._tp_of[engine]
-        return Corrected(self._times[tp], self.corrections[tp])
 
     def _prefill_ms(self, engine: str, now: float) -> float:
         value, at = self._prefill.get(engine, (0.0, now))

@@ -21,8 +21,9 @@ from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.assign import promises
 from sglang_adapt.policy.carry import Strategy
-from sglang_adapt.policy.demand import Demand, Terms, Unfinished, demands
+from sglang_adapt.policy.demand import Terms, Unfinished
 from sglang_adapt.policy.efficiency import Speed
+from sglang_adapt.policy.pilot import REST_WINDOWS, Pilot
 from sglang_adapt.policy.planner import STARVED, History, Plan, Situation, Trigger, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.router.engine import EngineState
@@ -30,12 +31,10 @@ from sglang_adapt.router.explain import explain
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError
-from sglang_adapt.router.traffic import WINDOWS, Traffic
+from sglang_adapt.router.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
-REST_WINDOWS = 5
-"""After a switch that was refused the planner waits so many windows."""
 PAUSED_WINDOWS = 2 * STARVED
 """Requests that were paused for a tier with tight targets go on, wherever that is, after so many windows."""
 _LAST_SWITCHES = 10
@@ -100,10 +99,7 @@ class Manager:
         self._traffic = traffic
         self._by_planner = policy is AdaptPolicy.AUTO
         self._hurry = asyncio.Event()
-        self._history = History()
-        self._demands: dict[str, Demand] = {}
-        self._price = None if planning is None else planning.price
-        self._rest = 0
+        self._pilot = None if planning is None else Pilot(planning.price, interval_s)
         self._paused_windows = 0
         self._plan: Plan | None = None
         self._trigger: Trigger | None = None
@@ -127,7 +123,8 @@ class Manager:
             except Exception:
                 # A fault in this program must not end the control for good; the layout stays as it is.
                 logger.exception("planning broke off; the layout stays for %d windows", REST_WINDOWS)
-                self._rest = REST_WINDOWS
+                assert self._pilot is not None
+                self._pilot.rest()
 
     def hurry(self) -> None:
         """A request waits for an engine that holds it: plan now, not when the window is over."""
@@ -139,7 +136,7 @@ class Manager:
         Args:
             in_turn: a window is over; else this plan is one between two windows, and counts for no other one.
         """
-        assert self._planning is not None and self._traffic is not None
+        assert self._planning is not None and self._traffic is not None and self._pilot is not None
         self._hurry.clear()
         if in_turn:
             self._traffic.close()
@@ -152,11 +149,7 @@ class Manager:
         decided = await asyncio.to_thread(plan, now)
         self._planning.planned(decided, time.perf_counter() - began)
         self._plan = decided
-        if in_turn:
-            self._history = decided.history
-        if self._rest:
-            self._rest -= in_turn
-        elif self._by_planner and decided.move and not self._modes.switching:
+        if self._pilot.may_follow(decided, in_turn=in_turn) and self._by_planner and not self._modes.switching:
             await self._follow(decided)
         self.reassign()
         return decided
@@ -180,19 +173,19 @@ class Manager:
         self._planning.assign(promises(planned, [terms.tier for terms in self._planning.terms()], up))
 
     async def _follow(self, decided: Plan) -> None:
-        assert decided.trigger is not None
+        assert decided.trigger is not None and self._pilot is not None
         states = self._router.engines
         down = [engine.name for engine in decided.layout.engines if states[engine.name].state is not EngineState.READY]
         if down:
             logger.warning("layout %s would be better (%s), but %s is down", decided.layout, decided.reason, down[0])
-            self._rest = REST_WINDOWS
+            self._pilot.rest()
             return
         reason = f"{decided.trigger}: {decided.reason}"
         try:
             await self._modes.switch(decided.layout, decided.strategy, reason)
         except SwitchRefusedError as error:
             logger.warning("%s; asked again in %d windows at the earliest", error, REST_WINDOWS)
-            self._rest = REST_WINDOWS
+            self._pilot.rest()
             return
         self._trigger, self._reason = decided.trigger, decided.reason
 
@@ -249,8 +242,8 @@ class Manager:
         if not switch.leaving:
             return
         self._switches.append({"outcome": outcome.value, **switch.report()})
-        if self._price is not None and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
-            self._price = self._price.learned(switch.pause_ms, switch.kv_bytes)
+        if self._pilot is not None and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
+            self._pilot.learn(switch.pause_ms, switch.kv_bytes)
 
     # What is told.
 
@@ -298,31 +291,23 @@ class Manager:
             )
 
     def _situation(self) -> Situation:
-        assert self._planning is not None and self._traffic is not None and self._price is not None
+        assert self._planning is not None and self._traffic is not None and self._pilot is not None
         planning, router = self._planning, self._router
-        asked = demands(
-            planning.terms(),
-            tuple(self._traffic.windows),
-            self._traffic.unfinished(router.unfinished()),
-            self._demands,
-        )
-        self._demands = {demand.terms.tier: demand for demand in asked}
         speeds = planning.speeds()
         capacity = {speed.tp: speed.kv_tokens for speed in speeds}
-        weights = {demand.terms.tier: demand.terms.weight for demand in asked}
+        weights = {terms.tier: terms.weight for terms in planning.terms()}
         running = {
             engine.name: self._running(engine.name, capacity[engine.tp], weights) for engine in router.layout.engines
         }
-        return Situation(
-            demands=asked,
+        return self._pilot.situation(
+            terms=planning.terms(),
+            windows=tuple(self._traffic.windows),
+            unfinished=self._traffic.unfinished(router.unfinished()),
             speeds=speeds,
             gpus=planning.gpus,
             layout=router.layout,
             running=running,
-            price=self._price,
             longest_tokens=max(router.long.needs.values(), default=0),
-            horizon_s=WINDOWS * self._interval_s,
-            history=self._history,
         )
 
     def _running(self, name: str, capacity: int, weights: Mapping[str, float]) -> Running:

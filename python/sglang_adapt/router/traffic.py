@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from sglang_adapt.policy.demand import Arrivals, Unfinished, Window
-
-WINDOWS = 5
-"""Windows by which a rate is judged."""
+from sglang_adapt.policy.pilot import WINDOWS
 
 
 class Traffic:

@@ -1,0 +1,83 @@
+"""What planning remembers from one window to the next: the same in the router and in the simulator.
+
+Lengths of requests that were seen, what was wanted, the price of switches as it was learned, and the rest after one
+that could not be made. The clock and the switches are the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sglang_adapt.core.layout import Layout
+from sglang_adapt.policy.demand import Demand, Terms, Unfinished, Window, demands
+from sglang_adapt.policy.efficiency import Speed
+from sglang_adapt.policy.planner import History, Plan, Situation
+from sglang_adapt.policy.price import Price, Running
+
+WINDOWS = 5
+"""Windows by which a rate is judged."""
+REST_WINDOWS = 5
+"""After a switch that was refused the planner waits so many windows."""
+
+
+class Pilot:
+    """See the module.
+
+    Args:
+        price: of a switch, before any has been made.
+        interval_s: of a window.
+    """
+
+    def __init__(self, price: Price, interval_s: float) -> None:
+        self._price = price
+        self._interval_s = interval_s
+        self._history = History()
+        self._demands: dict[str, Demand] = {}
+        self._rest = 0
+
+    def situation(
+        self,
+        terms: Sequence[Terms],
+        windows: Sequence[Window],
+        unfinished: Mapping[str, Unfinished],
+        speeds: tuple[Speed, ...],
+        gpus: int,
+        layout: Layout,
+        running: Mapping[str, Running],
+        longest_tokens: int,
+    ) -> Situation:
+        """All that the next plan depends on; the arguments are as in `demand.demands` and `planner.Situation`."""
+        asked = demands(terms, windows, unfinished, self._demands)
+        self._demands = {demand.terms.tier: demand for demand in asked}
+        return Situation(
+            demands=asked,
+            speeds=speeds,
+            gpus=gpus,
+            layout=layout,
+            running=running,
+            price=self._price,
+            longest_tokens=longest_tokens,
+            horizon_s=WINDOWS * self._interval_s,
+            history=self._history,
+        )
+
+    def may_follow(self, decided: Plan, *, in_turn: bool = True) -> bool:
+        """Note a plan; is a switch to be made now?
+
+        Args:
+            in_turn: a window is over; else the plan is one between two windows, and counts for no other one.
+        """
+        if in_turn:
+            self._history = decided.history
+        if self._rest:
+            self._rest -= in_turn
+            return False
+        return decided.move
+
+    def rest(self) -> None:
+        """A switch could not be made: none for `REST_WINDOWS`."""
+        self._rest = REST_WINDOWS
+
+    def learn(self, pause_ms: float, kv_bytes: float) -> None:
+        """A switch was made, which copied `kv_bytes` and paused requests for `pause_ms`."""
+        self._price = self._price.learned(pause_ms, kv_bytes)

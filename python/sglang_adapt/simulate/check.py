@@ -1,0 +1,198 @@
+"""Simulated beside measured: the runs of a result of `benchmark/compare_goodput.py`, simulated with its own profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang_adapt.core.layout import LayoutError, parse_layout
+from sglang_adapt.core.profile import Profile
+from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
+from sglang_adapt.simulate.hardware import Shape, of_profile
+from sglang_adapt.simulate.load import Arrival, Cut, LoadError, faster, poisson, read_trace, with_tiers
+from sglang_adapt.simulate.outcome import aligned
+from sglang_adapt.simulate.systems import System, run
+
+GOODPUT = "goodput_rps"
+PERCENTILES = ("ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p90", "tpot_ms_p99")
+
+
+class CheckError(ValueError):
+    """There is nothing to compare with; the text names the file and what it lacks."""
+
+
+class SentTier(msgspec.Struct, frozen=True):
+    """A tier of the load, as `compare_goodput.py` writes it."""
+
+    name: str
+    share: float
+    ttft_ms: float
+    tpot_ms: float
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """The load: its flags."""
+
+    tiers: tuple[SentTier, ...]
+    seconds: float
+    input: int
+    output: int
+    count: int
+    divide: int
+    longest: int
+    seed: int
+    rate: float | None = None
+    trace: tuple[str, ...] = ()
+    reject: tuple[str, ...] = ()
+
+
+class Engines(msgspec.Struct, frozen=True):
+    """What the server said of its engines: as `Shape`, and the KV of a GPU."""
+
+    chunk: int
+    page: int
+    requests: int
+    kv_tokens: int
+
+
+class MeasuredRun(msgspec.Struct, frozen=True):
+    """One run: by tier and in total, the figures of `bench_goodput.judge`."""
+
+    load: str
+    times: float
+    seconds: float
+    tiers: dict[str, dict[str, float | None]]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A result of `compare_goodput.py`."""
+
+    layout: str
+    profile: Profile
+    load: Sent
+    engines: Engines
+    ours: tuple[MeasuredRun, ...] = ()
+    stock: tuple[MeasuredRun, ...] = ()
+
+
+def check(path: Path, within: str = "0.10:0.15") -> tuple[str, dict[str, Any]]:
+    """Simulate all runs of a result and compare.
+
+    Args:
+        path: of the result.
+        within: relative errors of goodput and of percentiles that are right.
+
+    Returns:
+        A table, with the worst errors and whether they are right, and the same as data.
+
+    Raises:
+        CheckError: the file is no such result, or `within` no two numbers.
+        LoadError: its trace cannot be read.
+    """
+    try:
+        most_goodput, most_percentile = (float(part) for part in within.split(":"))
+    except ValueError:
+        raise CheckError(f"--within {within}: write GOODPUT:PERCENTILES, e.g. 0.10:0.15") from None
+    known = _read(path)
+    rows: list[tuple[str, ...]] = [("system", "load", "times", "tier", "figure", "measured", "simulated", "error")]
+    found: list[dict[str, Any]] = []
+    for system, one, simulated in _simulated(path, known):
+        for tier, figures in one.tiers.items():
+            for figure in (GOODPUT, *PERCENTILES):
+                real, ours = figures.get(figure), simulated[tier][figure]
+                if real is None and ours is None:
+                    continue
+                error = _error(real, ours)
+                what = {"system": system, "load": one.load, "times": one.times, "tier": tier, "figure": figure}
+                found.append({**what, "measured": real, "simulated": ours, "error": error})
+                shown = (f"{real:g}" if real is not None else "-", f"{ours:g}" if ours is not None else "-")
+                rows.append((system, one.load, f"{one.times:g}", tier, figure, *shown, f"{error:+.0%}"))
+    if not found:
+        raise CheckError(f"{path} has no run of ours or of stock")
+    goodput = [abs(one["error"]) for one in found if one["figure"] == GOODPUT]
+    percentiles = [abs(one["error"]) for one in found if one["figure"] != GOODPUT]
+    right = sum(error <= most_goodput for error in goodput) + sum(error <= most_percentile for error in percentiles)
+    summary = {
+        "worst_goodput": max(goodput),
+        "worst_percentile": max(percentiles, default=0.0),
+        "right": right,
+        "of": len(found),
+    }
+    text = (
+        f"{aligned(rows)}\ngoodput is off by at most {summary['worst_goodput']:.0%}, percentiles "
+        f"by {summary['worst_percentile']:.0%}; {right} of {len(found)} figures are within {most_goodput:.0%} "
+        f"(goodput) and {most_percentile:.0%} (percentiles)"
+    )
+    return text, {"measured": path.name, "within": within, "summary": summary, "figures": found}
+
+
+def _read(path: Path) -> Measured:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Measured)
+    except OSError as error:
+        raise CheckError(f"--check {path} cannot be read ({error.strerror})") from None
+    except msgspec.DecodeError as error:
+        raise CheckError(
+            f"--check {path} is no result of benchmark/compare_goodput.py as it is now ({error})"
+        ) from None
+
+
+def _simulated(path: Path, known: Measured) -> Iterator[tuple[str, MeasuredRun, dict[str, dict[str, Any]]]]:
+    sizes = tuple(sorted(size.tp for size in known.profile.sizes))
+    shape = Shape(known.engines.chunk, known.engines.page, known.engines.requests, known.engines.kv_tokens)
+    hardware = of_profile(known.profile, path.name, sizes, shape, 0)
+    gpus = _gpus(path, known.layout)
+    try:
+        layout = parse_layout(known.layout, sizes, gpus)
+    except LayoutError as error:
+        raise CheckError(f"{path}: {error}") from None
+    config = SloConfig(
+        tuple(
+            Tier(
+                tier.name,
+                tier.ttft_ms,
+                tier.tpot_ms,
+                when_infeasible=WhenInfeasible.REJECT if tier.name in known.load.reject else WhenInfeasible.BEST_EFFORT,
+            )
+            for tier in known.load.tiers
+        ),
+        known.load.tiers[-1].name,
+    )
+    for name, runs in (("ours", known.ours), ("stock", known.stock)):
+        for one in runs:
+            arrivals = _arrivals(known.load, one)
+            simulated = run(System(hardware, gpus, layout, admission=name == "ours"), arrivals, config)
+            yield name, one, simulated.judged
+
+
+def _gpus(path: Path, layout: str) -> int:
+    try:
+        return sum(int(engine.split("@")[0].strip().removeprefix("tp")) for engine in layout.split(","))
+    except ValueError:
+        raise CheckError(f"{path}: {layout!r} is no layout") from None
+
+
+def _arrivals(load: Sent, one: MeasuredRun) -> list[Arrival]:
+    """The requests that were sent, with the tiers that were drawn for them."""
+    if load.rate is not None:
+        rate = load.rate
+        made = poisson(rate * one.times, load.seconds, load.input, load.output, load.seed)
+    else:
+        path = next((Path(trace) for trace in load.trace if Path(trace).stem == one.load), None)
+        if path is None:
+            raise LoadError(f"the run of {one.load} is of no trace that the result names")
+        cut = Cut(count=load.count, divide=load.divide, longest=load.longest)
+        made = faster(read_trace(path, cut), one.times)
+    return with_tiers(made, {tier.name: tier.share for tier in load.tiers}, load.seed)
+
+
+def _error(real: float | None, simulated: float | None) -> float:
+    """Relative; where one of them is nothing, all of it."""
+    if real is None or simulated is None:
+        return 1.0
+    if real == simulated:
+        return 0.0
+    return (simulated - real) / real if real else 1.0

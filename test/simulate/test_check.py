@@ -1,0 +1,116 @@
+"""Simulated beside measured: what was simulated is found to be right, and what differs to be wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import compare_goodput
+from bench_goodput import parse_tier
+from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
+from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
+from sglang_adapt.simulate.check import CheckError, check
+from sglang_adapt.simulate.cli import main
+from sglang_adapt.simulate.hardware import Shape, of_profile
+from sglang_adapt.simulate.load import poisson, with_tiers
+from sglang_adapt.simulate.systems import System, run
+
+PROFILE = Profile(
+    ProfileKey("m", "float32", "g", "0.5.17", "2.11.0", "torch_native"),
+    (
+        TpProfile(
+            1,
+            # With one prefix or context only, any other one would seem to cost seconds.
+            tuple(
+                PrefillPoint(tokens, prefix, 12 + 0.06 * tokens) for tokens in (1, 512, 4096) for prefix in (0, 8192)
+            ),
+            tuple(DecodePoint(batch, context, 6 + 0.6 * batch) for batch in (1, 8, 64) for context in (1, 10**6)),
+        ),
+    ),
+)
+CONFIG = SloConfig(
+    (Tier("strict", 400.0, 30.0, when_infeasible=WhenInfeasible.REJECT), Tier("loose", 2000.0, 80.0)), "loose"
+)
+ENGINES = {"chunk": 2048, "page": 1, "requests": 64, "kv_tokens": 20000}
+
+
+def measured(folder: Path, **changed: Any) -> Path:
+    """A result as `compare_goodput.py` writes it, of engines that are exactly as the profile says."""
+    options = argparse.Namespace(
+        tier=[parse_tier("strict:1:400:30"), parse_tier("loose:1:2000:80")],
+        trace=[],
+        rate=20.0,
+        seconds=6.0,
+        input=128,
+        output=48,
+        count=200,
+        divide=1,
+        longest=1 << 30,
+        seed=0,
+        reject=["strict"],
+    )
+    arrivals = with_tiers(poisson(40.0, 6.0, 128, 48, 0), {"strict": 1.0, "loose": 1.0}, 0)
+    hardware = of_profile(PROFILE, "p", (1,), Shape(**ENGINES), 0)
+    runs = {}
+    for name in ("ours", "stock"):
+        system = System(hardware, 2, parse_layout("tp1@0,tp1@1", (1,), 2), admission=name == "ours")
+        found = run(system, arrivals, CONFIG)
+        runs[name] = [{"load": "Poisson", "times": 2.0, "seconds": 6.0, "tiers": found.judged}]
+    path = folder / "measured.json"
+    result = {
+        "layout": "tp1@0,tp1@1",
+        "load": compare_goodput.load_of(options),
+        "engines": ENGINES,
+        "profile": msgspec.to_builtins(PROFILE),
+        **runs,
+        **changed,
+    }
+    path.write_text(json.dumps({name: value for name, value in result.items() if value is not None}))
+    return path
+
+
+def test_what_is_as_the_profile_says_has_no_error(tmp_path: Path) -> None:
+    text, result = check(measured(tmp_path))
+    assert {one["system"] for one in result["figures"]} == {"ours", "stock"}
+    assert result["summary"]["worst_goodput"] == 0.0 and result["summary"]["worst_percentile"] < 1e-9
+    assert result["summary"]["right"] == result["summary"]["of"] > 30
+    assert "goodput is off by at most 0%" in text
+
+
+def test_slower_engines_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = measured(tmp_path)
+    known = json.loads(path.read_text())
+    for one in known["stock"][0]["tiers"].values():
+        one["goodput_rps"] *= 0.5
+        one["ttft_ms_p50"] *= 2
+    path.write_text(json.dumps(known))
+    assert main(["--check", str(path), "--json", str(tmp_path / "out.json")]) == 0
+    assert "goodput is off by at most 100%" in capsys.readouterr().out
+    result = json.loads((tmp_path / "out.json").read_text())
+    wrong = {(one["system"], one["figure"]) for one in result["figures"] if abs(one["error"]) > 0.2}
+    assert wrong == {("stock", "goodput_rps"), ("stock", "ttft_ms_p50")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"engines": None}, "engines"),
+        ({"ours": None, "stock": None}, "no run"),
+        ({"layout": "tp1@0"}, None),
+        ({"layout": "two"}, "no layout"),
+        ({"profile": {"key": 1}}, "no result"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(tmp_path: Path, changed: dict[str, Any], says: str | None) -> None:
+    path = measured(tmp_path, **changed)
+    if says is None:
+        assert check(path)[1]["summary"]["worst_percentile"] > 0.1
+        return
+    with pytest.raises(CheckError, match=says):
+        check(path)
