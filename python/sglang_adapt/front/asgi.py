@@ -72,6 +72,7 @@ class AdaptLayer:
         start_receiving: makes the tokenizer manager receive (and take over signals, which are then taken back).
         gate: decides about requests by their tiers; None without tiers.
         reload: reads the tiers again, upon SIGHUP.
+        started: called when the HTTP server is about to listen.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class AdaptLayer:
         start_receiving: Callable[[], None],
         gate: Gate | None = None,
         reload: Callable[[], Awaitable[Any]] | None = None,
+        started: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._link = link
@@ -91,6 +93,7 @@ class AdaptLayer:
         self._start_receiving = start_receiving
         self._gate = gate
         self._reload = reload
+        self._started = started
         self._reloads: set[asyncio.Future[Any]] = set()
         self._working = 0
         self._draining: asyncio.Task[None] | None = None
@@ -109,6 +112,7 @@ class AdaptLayer:
             if message["type"] == "lifespan.startup.complete":
                 self._link.open()
                 self._take_signals()
+                self._started()
                 if self._gate is not None:
                     keep_out_of_access_log()
             await send(message)

@@ -121,6 +121,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "router": lambda: launcher.process,
                 "start_receiving": upstream.start_receiving,
                 "gate": gate,
+                "started": accounting.begin,
                 "reload": None if gate is None else slo.reload,
             },
             lambda args: _warm_up(args, link),
@@ -140,7 +141,8 @@ def _accounting(settings: Settings) -> Accounting:
     except OSError as error:
         print(f"error: --adapt-request-log {path} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
-    return Accounting(log, with_metrics)
+    config = settings.tiers.config
+    return Accounting(log, with_metrics, () if config is None else [tier.name for tier in config.tiers])
 
 
 def _warm_up(server_args: Any, link: RouterLink) -> None:

@@ -140,7 +140,7 @@ class Manager:
             return
         reason = f"{decided.trigger}: {decided.reason}"
         try:
-            await self._modes.switch(decided.layout, Strategy.AUTO, reason)
+            await self._modes.switch(decided.layout, Strategy.AUTO, reason, decided.trigger)
         except SwitchRefusedError as error:
             logger.warning("%s; asked again in %d windows at the earliest", error, REST_WINDOWS)
             self._rest = REST_WINDOWS
