@@ -182,6 +182,8 @@ class AdaptLayer:
                 await _answer(send, 200 if status_now is not None else 503, body)
                 return
         if not _is_work(scope["method"], path):
+            if path == "/metrics":
+                scope = _as_plain_text(scope)
             await self._app(scope, receive, send)
             return
         refusal = self._refusal()
@@ -272,6 +274,15 @@ def _is_work(method: str, path: str) -> bool:
     if method != "POST" or path in _NOT_WORK:
         return False
     return path in _WORK_PATHS or path.startswith(_WORK_PREFIXES)
+
+
+def _as_plain_text(scope: Scope) -> Scope:
+    """The same request for Prometheus' text format.
+
+    In OpenMetrics, which Prometheus before 3.0 asks for first, `prometheus_client` writes `sglang_x` for `sglang:x`.
+    """
+    headers = [(name, value) for name, value in scope["headers"] if name != b"accept"]
+    return {**scope, "headers": [*headers, (b"accept", b"text/plain; version=0.0.4")]}
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
