@@ -1,5 +1,6 @@
 """Our ASGI layer around stock's HTTP app.
 
+- `/adapt`: the live page (`live.py`).
 - `/health`: liveness, without generating; `/ready`: 200 only when new work is admitted; `/adapt/engines`: the
   engines' states. `/health_generate` stays stock's, which generates a token.
 - Work is refused with a 503 before it is read when the server drains or no engine is up.
@@ -22,6 +23,7 @@ from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal, error_body
 from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.live import PAGE, PAGE_HEADERS, PAGE_PATH
 from sglang_adapt.front.refusal_log import keep_out_of_access_log, refusing
 from sglang_adapt.front.tier_told import TIER_IN_BODY, tier_told
 from sglang_adapt.upstream.tickets import ticket
@@ -73,6 +75,7 @@ class AdaptLayer:
         gate: decides about requests by their tiers; None without tiers.
         reload: reads the tiers again, upon SIGHUP.
         started: called when the HTTP server is about to listen.
+        stopping: called when the drain is over; ends what would else go on for ever.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class AdaptLayer:
         gate: Gate | None = None,
         reload: Callable[[], Awaitable[Any]] | None = None,
         started: Callable[[], None] = lambda: None,
+        stopping: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._link = link
@@ -94,6 +98,7 @@ class AdaptLayer:
         self._gate = gate
         self._reload = reload
         self._started = started
+        self._stopping = stopping
         self._reloads: set[asyncio.Future[Any]] = set()
         self._working = 0
         self._draining: asyncio.Task[None] | None = None
@@ -161,6 +166,7 @@ class AdaptLayer:
             if not self._working:
                 break
             await asyncio.sleep(0.05)
+        self._stopping()
         assert self._stop_server is not None
         self._stop_server(signal.SIGTERM, None)
 
@@ -175,6 +181,11 @@ class AdaptLayer:
                 refusal = self._refusal()
                 body = {"ready": refusal is None, "reason": None if refusal is None else refusal.message}
                 await _answer(send, 200 if refusal is None else 503, body)
+                return
+            if path == PAGE_PATH:
+                length = (b"content-length", str(len(PAGE)).encode())
+                await send({"type": "http.response.start", "status": 200, "headers": [*PAGE_HEADERS, length]})
+                await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else PAGE})
                 return
             if path == "/adapt/engines":
                 status_now = await self._link.ask()

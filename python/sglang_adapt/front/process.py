@@ -17,6 +17,7 @@ from typing import Any
 import setproctitle
 
 from sglang_adapt.core.layout import LayoutError
+from sglang_adapt.core.messages import RequestReport
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.core.slo import Terms
 from sglang_adapt.front.accounting import Accounting
@@ -27,6 +28,8 @@ from sglang_adapt.front.gate import Gate
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.live import EVENTS_PATH, Live, watching
+from sglang_adapt.front.recent import Recent
 from sglang_adapt.front.refusal_log import RefusalLog
 from sglang_adapt.front.settings import Settings, make_settings
 from sglang_adapt.front.slo_api import SloApi
@@ -94,17 +97,33 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
     launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool, settings.tiers)
     accounting = _accounting(settings)
-    link = RouterLink(control, accounting.ended)
+    recent = Recent()
+
+    def ended(report: RequestReport) -> None:
+        accounting.ended(report)
+        recent.ended(report)
+
+    link = RouterLink(control, ended)
     args = settings.server_args[config.tp_sizes[0]]
     tiers = settings.tiers
     refusals = RefusalLog()
 
     def refused(terms: Terms) -> None:
         accounting.refused(terms)
+        recent.refused(terms)
         refusals.refused(terms.tier)
 
     gate = None if tiers.config is None else Gate(tiers, link, refused)
     slo = SloApi(tiers, gate, link.set_tiers, has_key=bool(args.api_key or args.admin_api_key))
+
+    def page_data() -> dict[str, Any]:
+        return {
+            "model": args.served_model_name or args.model_path,
+            "needs_key": bool(args.api_key or args.admin_api_key),
+            "tiers": None if gate is None else recent.told(gate.config.tiers),
+        }
+
+    live = Live(link.view, page_data)
     if tiers.config is not None:
         # Until there is a handler.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -122,10 +141,12 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "start_receiving": upstream.start_receiving,
                 "gate": gate,
                 "started": accounting.begin,
+                "stopping": live.close,
                 "reload": None if gate is None else slo.reload,
             },
             lambda args: _warm_up(args, link),
             LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes | slo.routes,
+            {EVENTS_PATH: watching(live)},
         )
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import zmq
 
 from sglang_adapt.core import messages
 from sglang_adapt.core.layout import EngineSpec
-from sglang_adapt.router.layout_requests import LayoutQuestion
+from sglang_adapt.router.layout_requests import LAYOUT_QUESTIONS, LayoutQuestion
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.sockets import Inbox
@@ -62,7 +62,7 @@ class FrontLink:
         request = messages.decode_front_to_router(data)
         if isinstance(request, messages.StatusRequest):
             self.send_status()
-        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest, messages.PlanRequest)):
+        elif isinstance(request, LAYOUT_QUESTIONS):
             task = self._loop.create_task(self._answer_layout(request))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)

@@ -183,7 +183,7 @@ class Manager:
         """A switch that was asked for has ended."""
         if not switch.leaving:
             return
-        self._switches.append({"outcome": outcome.value, **switch.report()})
+        self._switches.append({"outcome": outcome.value, "at": round(time.time(), 3), **switch.report()})
         if self._price is not None and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
             self._price = self._price.learned(switch.pause_ms, switch.kv_bytes)
 

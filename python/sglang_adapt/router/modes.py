@@ -106,6 +106,11 @@ class Modes:
     def switching(self) -> bool:
         return self._current is not None
 
+    @property
+    def current(self) -> Switch | None:
+        """The switch that is under way."""
+        return self._current
+
     async def switch(
         self, layout: Layout, strategy: Strategy, reason: str, trigger: Trigger = Trigger.OPERATOR
     ) -> Switch:
