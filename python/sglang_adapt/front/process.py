@@ -118,7 +118,8 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
 
     def page_data() -> dict[str, Any]:
         return {
-            "model": args.served_model_name or args.model_path,
+            # A folder is nobody's business.
+            "model": args.served_model_name.rstrip("/").rsplit("/", 1)[-1],
             "needs_key": bool(args.api_key or args.admin_api_key),
             "tiers": None if gate is None else recent.told(gate.config.tiers),
         }
