@@ -134,7 +134,8 @@ CONTRAST = """() => {
     return .2126 * r + .7152 * g + .0722 * b;
   };
   const pairs = [["text", "card"], ["text", "back"], ["text", "block"], ["soft", "card"], ["soft", "back"],
-    ["soft", "block"], ["good", "block"], ["good", "back"], ["bad", "card"], ["bad", "badback"], ["warn", "warnback"], ["accent", "card"]];
+    ["soft", "block"], ["good", "block"], ["good", "back"], ["bad", "card"], ["bad", "badback"], ["warn", "warnback"],
+    ["accent", "card"]];
   return pairs.map(([one, other]) => {
     const [low, high] = [light("--" + one), light("--" + other)].sort((a, b) => a - b);
     return [one + " on " + other, (high + .05) / (low + .05)];
@@ -153,7 +154,8 @@ def test_it_can_be_read_on_a_phone(chromium: Any, shown: Server, scheme: str) ->
     assert dark == ("rgb(16, 21, 27)" if scheme == "dark" else "rgb(244, 246, 248)")
     # Whatever can be filled in or pressed has a name.
     names = seen.page.evaluate(
-        "[...document.querySelectorAll('input, select, button')].map(one => one.labels[0]?.textContent || one.textContent)"
+        "[...document.querySelectorAll('input, select, button')]"
+        ".map(one => one.labels[0]?.textContent || one.textContent)"
     )
     assert all(name.strip() for name in names) and len(names) == 5
     assert seen.errors == []
