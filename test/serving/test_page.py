@@ -100,7 +100,8 @@ def test_tiers_and_requests_are_counted(chromium: Any, narrow: Server) -> None:
     assert refused_and_sent()[0] == "60 s / 60 s"
     body = {"model": "demo", "prompt": "Hello", "max_tokens": 8000, "ignore_eos": True, "service_tier": "priority"}
     with httpx.stream("POST", f"{narrow.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         seen.has(".engine .chips", "chat 1")
         seen.has("#running", "1")
     # Its client is gone: it has not met its targets.
