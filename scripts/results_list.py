@@ -1,6 +1,6 @@
 """Writes the list of measurements in docs/results.md anew from benchmark/results/*.json: card, date, versions, command.
 
-    python scripts/results_list.py
+python scripts/results_list.py
 """
 
 from __future__ import annotations
