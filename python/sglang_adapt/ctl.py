@@ -15,8 +15,8 @@ _GET_TIMEOUT_S = 60.0
 _SWITCH_TIMEOUT_S = 600.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if it was done, 1 if the server refused, 2 if there is none."""
+def make_parser() -> argparse.ArgumentParser:
+    """Its command line."""
     parser = argparse.ArgumentParser(prog="python -m sglang_adapt.ctl", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
     parser.add_argument("--api-key", help="the server's admin key, if it has one")
@@ -29,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=Strategy.AUTO.value,
         help="what becomes of running requests (default: %(default)s)",
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if it was done, 1 if the server refused, 2 if there is none."""
+    options = make_parser().parse_args(argv)
     url = f"{options.url.rstrip('/')}/adapt/layout"
     body = None
     if options.layout is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from sglang_adapt.core.messages import EngineStatus, RouterStatus
 from sglang_adapt.front import asgi
 from sglang_adapt.front.asgi import AdaptLayer
+from sglang_adapt.upstream.front import PageWithoutKey
 
 
 def status(*states: str) -> RouterStatus:
@@ -124,3 +126,33 @@ def test_a_router_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch:
 
     assert asyncio.run(run()) >= 0.3
     assert stopped == [signal.SIGTERM]
+
+
+def test_the_page_is_for_everyone_and_asks_nobody_else() -> None:
+    answer = ask(None, "GET", "/adapt")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    # Nothing is fetched but what the script asks this server for.
+    assert not re.search(r"""(src|href)=["'](?!data:)|url\(|@import""", answer.text)
+    assert set(re.findall(r'fetch\("([^"]*)"', answer.text)) == {"/adapt/events", "/adapt/layout"}
+    assert ask(None, "HEAD", "/adapt/").content == b""
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/adapt", True), ("HEAD", "/adapt/", True), ("POST", "/adapt", False), ("GET", "/adapt/events", False)],
+)
+def test_only_the_page_itself_is_without_key(method: str, path: str, allowed: bool) -> None:
+    from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+
+    decision = PageWithoutKey.hook(
+        decide_request_auth,
+        method=method,
+        path=path,
+        authorization_header=None,
+        api_key="k",
+        admin_api_key=None,
+        auth_level=AuthLevel.ADMIN_OPTIONAL,
+    )
+    assert decision.allowed is allowed

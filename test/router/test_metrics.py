@@ -14,13 +14,14 @@ import sys
 
 from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.policy.planner import Trigger
 from sglang_adapt.router.metrics import SwitchMetrics
 from sglang_adapt.router.switch import Outcome, Switch
 
 ones, two = (parse_layout(text, (1, 2), 2) for text in ("tp1@0,tp1@1", "tp2@0-1"))
 metrics = SwitchMetrics(json.loads(sys.argv[1]))
 
-done = Switch(ones, two, Strategy.AUTO, "test")
+done = Switch(ones, two, Strategy.AUTO, "test", Trigger.LOAD)
 done.requests.update(migrated=3, recomputed=1)
 done.kv_bytes = 4096
 done.phases_ms |= {"prepare": 400.0, "export": 30.0, "plan": 1.0, "adopt": 9.0, "release": 5.0}
@@ -37,12 +38,24 @@ metrics.ended(Switch(ones, ones, Strategy.AUTO, "nothing to do"), Outcome.SWITCH
 
 from types import SimpleNamespace
 
-from sglang_adapt.policy.planner import Trigger
 from sglang_adapt.router.metrics import PlanMetrics
 
 plans = PlanMetrics(json.loads(sys.argv[1]))
 for trigger, move in ((None, False), (Trigger.LOAD, False), (Trigger.LOAD, True), (Trigger.PRIORITY, True)):
     plans.planned(SimpleNamespace(trigger=trigger, move=move), 0.002)
+
+from sglang_adapt.core.messages import EngineStatus, RouterStatus
+from sglang_adapt.router.state_metrics import StateMetrics
+
+def engine(name, state, active, in_flight, restarts):
+    return EngineStatus(name, state, active, in_flight, restarts, [])
+
+state = StateMetrics(json.loads(sys.argv[1]))
+blocks = {0: {"free": 7, "leased": 3}, 1: {"free": 2, "leased": 8}}
+status = RouterStatus("tp1@0,tp1@1", [engine("tp1@0", "ready", True, 4, 1), engine("tp2@0-1", "ready", False, 0, 0)])
+state.tell(status, 9, blocks)
+status = RouterStatus("tp2@0-1", [engine("tp1@0", "dead", False, 0, 3), engine("tp2@0-1", "ready", True, 5, 0)])
+state.tell(status, 7, {0: {"free": 6, "leased": 4}, 1: {"free": 2, "leased": 8}})
 
 from prometheus_client import CollectorRegistry, multiprocess
 
@@ -71,8 +84,8 @@ def test_what_is_counted(tmp_path: Path) -> None:
     def value(name: str, **labels: str) -> float:
         return float(samples[(f"sglang_adapt:{name}", *sorted(labels.items()))])
 
-    there = {"from": "tp1@0,tp1@1", "to": "tp2@0-1", "strategy": "auto"}
-    back = {"from": "tp2@0-1", "to": "tp1@0,tp1@1", "strategy": "keep"}
+    there = {"from": "tp1@0,tp1@1", "to": "tp2@0-1", "reason": "load", "strategy": "auto"}
+    back = {"from": "tp2@0-1", "to": "tp1@0,tp1@1", "reason": "operator", "strategy": "keep"}
     assert value("switches_total", **there, outcome="switched") == 1
     assert value("switches_total", **there, outcome="impaired") == 1
     assert value("switches_total", **back, outcome="refused") == 2
@@ -95,6 +108,23 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert value("switch_requests_total", way="recomputed") == 2
     assert value("switch_requests_total", way="kept") == 0
     assert value("kv_migrated_bytes_total") == 8192
+
+
+def test_what_is_now(tmp_path: Path) -> None:
+    run = tell(tmp_path, {})
+    assert run.returncode == 0, run.stderr
+    samples = [(name.removeprefix("sglang_adapt:"), labels, value) for name, labels, value in json.loads(run.stdout)]
+
+    def values(metric: str, label: str) -> dict[str, float]:
+        return {labels[label]: value for name, labels, value in samples if name == metric}
+
+    assert values("active_layout", "engine") == {"tp1@0": 0, "tp2@0-1": 1}
+    assert values("engine_up", "engine") == {"tp1@0": 0, "tp2@0-1": 1}
+    assert values("engine_requests", "engine") == {"tp1@0": 0, "tp2@0-1": 5}
+    assert values("engine_restarts_total", "engine") == {"tp1@0": 3, "tp2@0-1": 0}
+    assert [value for name, _, value in samples if name == "waiting_requests"] == [2]
+    blocks = {(labels["gpu"], labels["state"]): value for name, labels, value in samples if name == "kv_blocks"}
+    assert blocks == {("0", "free"): 6, ("0", "leased"): 4, ("1", "free"): 2, ("1", "leased"): 8}
 
 
 def test_further_labels_are_on_every_metric(tmp_path: Path) -> None:

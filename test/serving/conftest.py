@@ -79,3 +79,22 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = [*STOCK_FLAGS, "--sleep-on-idle"]
     with Server("stock", "sglang.launch_server", flags, log, {"OMP_NUM_THREADS": "1"}) as server:
         yield server
+
+
+SHOWN_TIERS = """\
+default: standard
+tiers:
+  - {name: chat, ttft_ms: 60000, tpot_ms: 60000, when_infeasible: reject, queue_limit: 24, service_tiers: [priority]}
+  - {name: standard, ttft_ms: 60000, tpot_ms: 60000}
+  - {name: night, background: true, service_tiers: [flex]}
+"""
+
+
+@pytest.fixture(scope="session")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with all that there is to see: two virtual GPUs, two TP sizes, tiers, planner, metrics."""
+    config = tmp_path_factory.mktemp("shown") / "tiers.yaml"
+    config.write_text(SHOWN_TIERS)
+    with _Servers(tmp_path_factory) as servers:
+        flags = ["--adapt-virtual-gpus", "2", "--adapt-slo-config", str(config), "--adapt-policy", "auto"]
+        yield servers.start("shown", *flags, "--enable-metrics")

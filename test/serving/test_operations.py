@@ -38,7 +38,7 @@ def test_switches_are_counted(metered: Server) -> None:
         body = {"layout": layout, "strategy": strategy}
         return httpx.post(f"{metered.url}/adapt/layout", json=body, timeout=60).status_code
 
-    there = 'switches_total{from="tp1@0,tp1@1",outcome="switched",strategy="migrate",to="tp2@0-1"}'
+    there = 'switches_total{from="tp1@0,tp1@1",outcome="switched",reason="operator",strategy="migrate",to="tp2@0-1"}'
     pauses = 'switch_pause_seconds_count{outcome="switched"}'
     before = values()
     assert 'switch_requests_total{way="migrated"}' in before

@@ -97,6 +97,12 @@ class PlanRequest(msgspec.Struct, frozen=True, tag=True):
     rates: dict[str, float]
 
 
+class ViewRequest(msgspec.Struct, frozen=True, tag=True):
+    """Front to router: what does the live page show? Answered by a LayoutAnswer."""
+
+    id: int
+
+
 class AdmitRequest(msgspec.Struct, frozen=True, tag=True):
     """Front to router, before a request is tokenized: will it be served? Answered by an AdmitAnswer.
 
@@ -235,6 +241,7 @@ FrontToRouter = (
     | SwitchRequest
     | LayoutRequest
     | PlanRequest
+    | ViewRequest
     | AdmitRequest
     | PlaceReturned
     | TiersOrder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from sglang_adapt.core.messages import RequestReport
@@ -27,12 +28,19 @@ class Accounting:
     Args:
         log: file to which a JSON object a line is added, line by line; None for none.
         with_metrics: count for Prometheus as well.
+        tiers: that there are at the start; what is counted of them is there from then on.
     """
 
-    def __init__(self, log: TextIO | None, with_metrics: bool) -> None:
+    def __init__(self, log: TextIO | None, with_metrics: bool, tiers: Sequence[str] = ()) -> None:
         self._log = log
         self._with_metrics = with_metrics
+        self._tiers = tuple(tiers)
         self._metrics: _Metrics | None = None
+
+    def begin(self) -> None:
+        """The server starts, and stock has said where metrics are kept."""
+        if self._with_metrics and self._tiers:
+            self._counted().expect(self._tiers)
 
     def ended(self, report: RequestReport) -> None:
         """A request that was admitted has ended."""
@@ -109,6 +117,17 @@ class _Metrics:
             ["tier", "which"],
             buckets=_RATIO,
         )
+
+    def expect(self, tiers: Sequence[str]) -> None:
+        """Make the series of tiers: one that is there from the start shows its first increase."""
+        for tier in tiers:
+            for outcome in Outcome:
+                self.admission.labels(tier, outcome.value)
+            for series in (self._ttft, self._tpot, self._queue, self._goodput):
+                series.labels(tier)
+            for which in ("ttft", "tpot"):
+                self._violations.labels(tier, which)
+                self._forecast.labels(tier, which)
 
     def ended(self, report: RequestReport) -> None:
         tier, met = report.terms.tier, report.met

@@ -1,5 +1,6 @@
 """Our ASGI layer around stock's HTTP app.
 
+- `/adapt`: the live page (`live.py`).
 - `/health`: liveness, without generating; `/ready`: 200 only when new work is admitted; `/adapt/engines`: the
   engines' states. `/health_generate` stays stock's, which generates a token.
 - Work is refused with a 503 before it is read when the server drains or no engine is up.
@@ -22,6 +23,7 @@ from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal, error_body
 from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.live import PAGE, PAGE_HEADERS, PAGE_PATH
 from sglang_adapt.front.refusal_log import keep_out_of_access_log, refusing
 from sglang_adapt.front.tier_told import TIER_IN_BODY, tier_told
 from sglang_adapt.upstream.tickets import ticket
@@ -72,6 +74,8 @@ class AdaptLayer:
         start_receiving: makes the tokenizer manager receive (and take over signals, which are then taken back).
         gate: decides about requests by their tiers; None without tiers.
         reload: reads the tiers again, upon SIGHUP.
+        started: called when the HTTP server is about to listen.
+        stopping: called when the drain is over; ends what would else go on for ever.
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class AdaptLayer:
         start_receiving: Callable[[], None],
         gate: Gate | None = None,
         reload: Callable[[], Awaitable[Any]] | None = None,
+        started: Callable[[], None] = lambda: None,
+        stopping: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._link = link
@@ -91,6 +97,8 @@ class AdaptLayer:
         self._start_receiving = start_receiving
         self._gate = gate
         self._reload = reload
+        self._started = started
+        self._stopping = stopping
         self._reloads: set[asyncio.Future[Any]] = set()
         self._working = 0
         self._draining: asyncio.Task[None] | None = None
@@ -109,6 +117,7 @@ class AdaptLayer:
             if message["type"] == "lifespan.startup.complete":
                 self._link.open()
                 self._take_signals()
+                self._started()
                 if self._gate is not None:
                     keep_out_of_access_log()
             await send(message)
@@ -157,6 +166,7 @@ class AdaptLayer:
             if not self._working:
                 break
             await asyncio.sleep(0.05)
+        self._stopping()
         assert self._stop_server is not None
         self._stop_server(signal.SIGTERM, None)
 
@@ -172,12 +182,19 @@ class AdaptLayer:
                 body = {"ready": refusal is None, "reason": None if refusal is None else refusal.message}
                 await _answer(send, 200 if refusal is None else 503, body)
                 return
+            if path == PAGE_PATH:
+                length = (b"content-length", str(len(PAGE)).encode())
+                await send({"type": "http.response.start", "status": 200, "headers": [*PAGE_HEADERS, length]})
+                await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else PAGE})
+                return
             if path == "/adapt/engines":
                 status_now = await self._link.ask()
                 body = {"layout": None, "engines": []} if status_now is None else _engines(status_now)
                 await _answer(send, 200 if status_now is not None else 503, body)
                 return
         if not _is_work(scope["method"], path):
+            if path == "/metrics":
+                scope = _as_plain_text(scope)
             await self._app(scope, receive, send)
             return
         refusal = self._refusal()
@@ -268,6 +285,15 @@ def _is_work(method: str, path: str) -> bool:
     if method != "POST" or path in _NOT_WORK:
         return False
     return path in _WORK_PATHS or path.startswith(_WORK_PREFIXES)
+
+
+def _as_plain_text(scope: Scope) -> Scope:
+    """The same request for Prometheus' text format.
+
+    In OpenMetrics, which Prometheus before 3.0 asks for first, `prometheus_client` writes `sglang_x` for `sglang:x`.
+    """
+    headers = [(name, value) for name, value in scope["headers"] if name != b"accept"]
+    return {**scope, "headers": [*headers, (b"accept", b"text/plain; version=0.0.4")]}
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:

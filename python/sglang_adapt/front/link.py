@@ -128,9 +128,17 @@ class RouterLink:
             messages.PlanRequest(next(self._ids), rates), self._layout_answers, LAYOUT_TIMEOUT_S
         )
 
+    async def view(self) -> LayoutAnswer:
+        """What the live page shows. Raises TimeoutError."""
+        return await self._answer_to(messages.ViewRequest(next(self._ids)), self._layout_answers, SILENT_AFTER_S)
+
     async def _answer_to(
         self,
-        request: messages.SwitchRequest | messages.LayoutRequest | messages.PlanRequest | AdmitRequest,
+        request: messages.SwitchRequest
+        | messages.LayoutRequest
+        | messages.PlanRequest
+        | messages.ViewRequest
+        | AdmitRequest,
         waiting: dict[int, asyncio.Future[Answer]],
         timeout_s: float | None,
     ) -> Answer:

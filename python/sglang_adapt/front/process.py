@@ -17,7 +17,7 @@ from typing import Any
 import setproctitle
 
 from sglang_adapt.core.layout import LayoutError
-from sglang_adapt.core.messages import RouterStatus
+from sglang_adapt.core.messages import RequestReport, RouterStatus
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.core.slo import Terms
 from sglang_adapt.front.accounting import Accounting
@@ -28,6 +28,8 @@ from sglang_adapt.front.gate import Gate
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
 from sglang_adapt.front.layout_api import LayoutApi
 from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.live import EVENTS_PATH, Live, watching
+from sglang_adapt.front.recent import Recent
 from sglang_adapt.front.refusal_log import RefusalLog
 from sglang_adapt.front.settings import Settings, make_settings
 from sglang_adapt.front.slo_api import SloApi
@@ -96,17 +98,34 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     use_load_slots(LoadSlots(run_dir, len(config.candidates), slot=None))
     launcher = RouterLauncher(context, config, settings.server_args, control, settings.pool, settings.tiers)
     accounting = _accounting(settings)
-    link = RouterLink(control, accounting.ended, _tell_limits)
+    recent = Recent()
+
+    def ended(report: RequestReport) -> None:
+        accounting.ended(report)
+        recent.ended(report)
+
+    link = RouterLink(control, ended, _tell_limits)
     args = settings.server_args[config.tp_sizes[0]]
     tiers = settings.tiers
     refusals = RefusalLog()
 
     def refused(terms: Terms) -> None:
         accounting.refused(terms)
+        recent.refused(terms)
         refusals.refused(terms.tier)
 
     gate = None if tiers.config is None else Gate(tiers, link, refused)
     slo = SloApi(tiers, gate, link.set_tiers, has_key=bool(args.api_key or args.admin_api_key))
+
+    def page_data() -> dict[str, Any]:
+        return {
+            # A folder is nobody's business.
+            "model": args.served_model_name.rstrip("/").rsplit("/", 1)[-1],
+            "needs_key": bool(args.api_key or args.admin_api_key),
+            "tiers": None if gate is None else recent.told(gate.config.tiers),
+        }
+
+    live = Live(link.view, page_data)
     if tiers.config is not None:
         # Until there is a handler.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -123,10 +142,13 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "router": lambda: launcher.process,
                 "start_receiving": upstream.start_receiving,
                 "gate": gate,
+                "started": accounting.begin,
+                "stopping": live.close,
                 "reload": None if gate is None else slo.reload,
             },
             lambda args: _warm_up(args, link),
             LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes | slo.routes,
+            {EVENTS_PATH: watching(live)},
         )
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -150,7 +172,8 @@ def _accounting(settings: Settings) -> Accounting:
     except OSError as error:
         print(f"error: --adapt-request-log {path} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
-    return Accounting(log, with_metrics)
+    config = settings.tiers.config
+    return Accounting(log, with_metrics, () if config is None else [tier.name for tier in config.tiers])
 
 
 def _warm_up(server_args: Any, link: RouterLink) -> None:

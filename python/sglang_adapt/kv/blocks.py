@@ -98,6 +98,11 @@ class BlockLedger:
     def count(self, state: BlockState, engine: int | None = None) -> int:
         return len(self.ids(state, engine))
 
+    def counts(self) -> dict[BlockState, int]:
+        """How many blocks are in each state."""
+        counted = np.bincount(self._memory.state, minlength=len(BlockState)).tolist()
+        return {state: counted[state] for state in BlockState}
+
     def require_free(self, count: int) -> IntArray:
         """The `count` lowest free blocks.
 

@@ -193,6 +193,11 @@ class Admission:
         request = self._named.get(rid)
         return self.config.default if request is None else request.terms.tier
 
+    def tier_now(self, rid: str) -> str:
+        """The tier of a request that is unfinished."""
+        record = self._records.get(rid)
+        return self.tier_of(rid) if record is None else record.terms.tier
+
     def offer(self, rid: str, tokens: int, ids: bytes, engines: Sequence[Engine]) -> str | None:
         """A tokenized request has come: the engine that it goes to, or None: it is held until `next_held` names it.
 

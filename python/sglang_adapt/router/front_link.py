@@ -10,7 +10,7 @@ import zmq
 
 from sglang_adapt.core import messages
 from sglang_adapt.core.layout import EngineSpec
-from sglang_adapt.router.layout_requests import LayoutQuestion
+from sglang_adapt.router.layout_requests import LAYOUT_QUESTIONS, LayoutQuestion
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.sockets import Inbox
@@ -30,6 +30,7 @@ class FrontLink:
         specs: all engines.
         layout: answers what is asked about the layout.
         drain: called with the time that requests have, once.
+        ticked: called each time that the state is told over again.
 
     Attributes:
         router: what is asked about.
@@ -46,12 +47,14 @@ class FrontLink:
         specs: Sequence[EngineSpec],
         layout: Callable[[LayoutQuestion], Awaitable[messages.LayoutAnswer]],
         drain: Callable[[float], Awaitable[None]],
+        ticked: Callable[[], None] = lambda: None,
     ) -> None:
         self._loop = loop
         self._inbox = Inbox(loop, socket, self._on_message)
         self._specs = specs
         self._layout = layout
         self._drain = drain
+        self._ticked = ticked
         self._draining: asyncio.Future[None] | None = None
         self._asked: set[asyncio.Task[None]] = set()
 
@@ -59,7 +62,7 @@ class FrontLink:
         request = messages.decode_front_to_router(data)
         if isinstance(request, messages.StatusRequest):
             self.send_status()
-        elif isinstance(request, (messages.SwitchRequest, messages.LayoutRequest, messages.PlanRequest)):
+        elif isinstance(request, LAYOUT_QUESTIONS):
             task = self._loop.create_task(self._answer_layout(request))
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
@@ -107,6 +110,7 @@ class FrontLink:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
             self.send_status()
+            self._ticked()
 
     def close(self) -> None:
         """Read no more."""

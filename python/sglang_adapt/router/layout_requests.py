@@ -13,8 +13,10 @@ from sglang_adapt.router.planning import ALL
 from sglang_adapt.router.readback import Readback
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import SwitchRefusedError
+from sglang_adapt.router.view import view
 
-LayoutQuestion = messages.SwitchRequest | messages.LayoutRequest | messages.PlanRequest
+LayoutQuestion = messages.SwitchRequest | messages.LayoutRequest | messages.PlanRequest | messages.ViewRequest
+LAYOUT_QUESTIONS = (messages.SwitchRequest, messages.LayoutRequest, messages.PlanRequest, messages.ViewRequest)
 
 
 async def answer_layout(
@@ -28,6 +30,8 @@ async def answer_layout(
 async def _answer(
     request: LayoutQuestion, config: AdaptConfig, router: Router, readback: Readback | None, manager: Manager | None
 ) -> tuple[int, dict[str, Any]]:
+    if isinstance(request, messages.ViewRequest):
+        return 200, view(config, router, manager)
     if readback is None or manager is None:
         return 409, {
             "code": "one_tp_size",

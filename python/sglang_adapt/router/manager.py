@@ -182,7 +182,7 @@ class Manager:
             return
         reason = f"{decided.trigger}: {decided.reason}"
         try:
-            await self._modes.switch(decided.layout, decided.strategy, reason)
+            await self._modes.switch(decided.layout, decided.strategy, reason, decided.trigger)
         except SwitchRefusedError as error:
             logger.warning("%s; asked again in %d windows at the earliest", error, REST_WINDOWS)
             self._pilot.rest()
@@ -234,6 +234,11 @@ class Manager:
                     f"again when it has ended"
                 )
 
+    @property
+    def switch(self) -> Switch | None:
+        """The switch that is under way."""
+        return self._modes.current
+
     def switched(self, switch: Switch, outcome: Outcome) -> None:
         """A switch that was asked for has ended."""
         if self._router.long.waiting:
@@ -241,7 +246,7 @@ class Manager:
         self.reassign()
         if not switch.leaving:
             return
-        self._switches.append({"outcome": outcome.value, **switch.report()})
+        self._switches.append({"outcome": outcome.value, "at": round(time.time(), 3), **switch.report()})
         if self._pilot is not None and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
             self._pilot.learn(switch.pause_ms, switch.kv_bytes)
 

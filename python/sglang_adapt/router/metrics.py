@@ -20,10 +20,21 @@ class MetricsFolderError(RuntimeError):
     """Metrics of this process would stay in it, because the library for them was loaded too early."""
 
 
+def check_folder() -> None:
+    """Raises MetricsFolderError if `prometheus_client` was imported before its folder was set."""
+    from prometheus_client import values
+
+    if not values.ValueClass._multiprocess:
+        raise MetricsFolderError(
+            "PROMETHEUS_MULTIPROC_DIR was not set when prometheus_client was imported, so nobody would see the "
+            "metrics of this process; start the server without --enable-metrics and report this"
+        )
+
+
 class SwitchMetrics:
     """Counts switches as they end.
 
-    - `sglang_adapt:switches_total{from,to,strategy,outcome}`
+    - `sglang_adapt:switches_total{from,to,reason,strategy,outcome}`; reasons are those of `Trigger`
     - `sglang_adapt:switch_pause_seconds{outcome}`: how long the requests of the engines that left were paused
     - `sglang_adapt:switch_seconds{phase}`: how long each phase took
     - `sglang_adapt:switch_requests_total{way}`: what became of requests in switches that were made
@@ -38,19 +49,15 @@ class SwitchMetrics:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         # Here, because it looks for the folder in the environment when it is imported.
-        from prometheus_client import Counter, Histogram, values
+        from prometheus_client import Counter, Histogram
 
-        if not values.ValueClass._multiprocess:
-            raise MetricsFolderError(
-                "PROMETHEUS_MULTIPROC_DIR was not set when prometheus_client was imported, so nobody would see the "
-                "metrics of this process; start the server without --enable-metrics and report this"
-            )
+        check_folder()
         self._labels = dict(labels)
         names = tuple(labels)
         self._switches = Counter(
             "sglang_adapt:switches",
             "Switches of layout that were asked for.",
-            (*names, "from", "to", "strategy", "outcome"),
+            (*names, "from", "to", "reason", "strategy", "outcome"),
         )
         self._pause = Histogram(
             "sglang_adapt:switch_pause_seconds",
@@ -79,7 +86,7 @@ class SwitchMetrics:
         """A switch has ended. One to the layout that serves already is none."""
         if not switch.leaving:
             return
-        ends = {"from": str(switch.before), "to": str(switch.after)}
+        ends = {"from": str(switch.before), "to": str(switch.after), "reason": switch.trigger.value}
         self._switches.labels(**self._labels, **ends, strategy=switch.strategy.value, outcome=outcome.value).inc()
         for phase, ms in switch.phases_ms.items():
             self._phases.labels(**self._labels, phase=phase).observe(ms / 1e3)

@@ -40,6 +40,7 @@ from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.policy.carry import Costs, NoRoomError, Strategy
+from sglang_adapt.policy.planner import Trigger
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.placing import Placing
@@ -104,13 +105,20 @@ class Modes:
     def switching(self) -> bool:
         return self._current is not None
 
-    async def switch(self, layout: Layout, strategy: Strategy, reason: str) -> Switch:
+    @property
+    def current(self) -> Switch | None:
+        """The switch that is under way."""
+        return self._current
+
+    async def switch(
+        self, layout: Layout, strategy: Strategy, reason: str, trigger: Trigger = Trigger.OPERATOR
+    ) -> Switch:
         """Go over to a layout; returns when its engines serve and the blocks of the old ones are free.
 
         Raises:
             SwitchRefusedError: nothing has changed.
         """
-        switch = Switch(self._router.layout, layout, strategy, reason)
+        switch = Switch(self._router.layout, layout, strategy, reason, trigger)
         if self._current is not None:
             self._ended(switch, Outcome.REFUSED)
             raise SwitchRefusedError(

@@ -134,6 +134,13 @@ class Pools:
             self._counts[spec] = (self._leases.lease(ranks).shape[1], self._leases.free(ranks))
         return self._counts[spec]
 
+    def states(self) -> dict[int, dict[str, int]]:
+        """How many blocks of each GPU are in each state, in lower case. Empty before `open`."""
+        return {
+            gpu: {state.name.lower(): count for state, count in ledger.counts().items()}
+            for gpu, ledger in self._ledgers.items()
+        }
+
     def lease(self, spec: EngineSpec) -> list[list[int]]:
         """The leased blocks of each rank, ascending."""
         pages: list[list[int]] = self._leases.lease(self._ranks[spec]).tolist()

@@ -27,7 +27,7 @@ from sglang_adapt.router.limits import LimitKeeper
 from sglang_adapt.router.long_requests import Lengths
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.memory import KeptMemory, keeper_configs
-from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics
+from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics, check_folder
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
@@ -38,6 +38,7 @@ from sglang_adapt.router.router import Outlets, Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.start_report import StartReport
 from sglang_adapt.router.starts import EngineStarts
+from sglang_adapt.router.state_metrics import StateMetrics
 from sglang_adapt.router.supervisor import Supervisor
 from sglang_adapt.router.switch import Outcome, Switch
 from sglang_adapt.router.tiers import bounds_of, let_go, make_admission
@@ -79,6 +80,7 @@ class _Process:
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopped = self._loop.create_future()
+        self._state = self._state_metrics()
         self._make_router()
         self._make_processes()
         self._make_layouts()
@@ -122,6 +124,7 @@ class _Process:
             self._config.candidates,
             layout=lambda request: answer_layout(request, self._config, self._router, self._readback, self.manager),
             drain=self._drain,
+            ticked=self._tell_state,
         )
         admission = make_admission(self._args, self._front.send_report)
         self._traffic = None
@@ -256,6 +259,19 @@ class _Process:
         bounds = {tp: bounds_of(server_args) for tp, server_args in args.server_args.items()}
         planning = make_planning(config, args.pool, args.tiers, self._router.admission, bounds, planned)
         return Manager(config.policy, modes, self._router, config.interval_s, planning, self._traffic)
+
+    def _state_metrics(self) -> StateMetrics | None:
+        """What tells the state, if metrics are wanted."""
+        args = self._args.any_server_args
+        if not args.enable_metrics:
+            return None
+        check_folder()
+        return StateMetrics(args.extra_metric_labels or {})
+
+    def _tell_state(self) -> None:
+        if self._state is not None:
+            blocks = {} if self.pools is None else self.pools.states()
+            self._state.tell(self._router.status(), self._router.in_flight, blocks)
 
     def _retry_soon(self) -> None:
         """Start engines that wait for blocks; not at once, because a switch is in the middle of a step."""

@@ -18,6 +18,7 @@ from sglang_adapt.core.handoff import AdoptCall, CarriedRequest, KvSource
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy, batches_to
 from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.policy.planner import Trigger
 
 Blocks = list[list[int]]
 """Blocks of one request in token order, a list a rank."""
@@ -177,6 +178,7 @@ class Switch:
         before, after: the layouts.
         strategy: as asked for.
         reason: who asked, or why.
+        trigger: the same as one of a few words.
         epoch: 0 until the engines are told to stop.
         requests: how many went which way.
         kv_tokens: tokens whose KV was copied.
@@ -193,6 +195,7 @@ class Switch:
     after: Layout
     strategy: Strategy
     reason: str
+    trigger: Trigger = Trigger.OPERATOR
     epoch: int = 0
     requests: Counter[Way] = field(default_factory=Counter)
     kv_tokens: int = 0
@@ -238,6 +241,7 @@ class Switch:
             "epoch": self.epoch,
             "strategy": self.strategy.value,
             "reason": self.reason,
+            "trigger": self.trigger.value,
             "requests": dict(self.requests),
             "kv_tokens": self.kv_tokens,
             "ahead_tokens": self.ahead_tokens,

@@ -9,7 +9,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from sglang_adapt.core.process import die_with_parent
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 AdminHandler = Callable[[bytes, "str | None"], Awaitable[tuple[int, bytes]]]
 """`handler(said, client)`: the request's body, of a GET its query string, and the client's address; gives HTTP
 status and JSON body."""
+
+
+EventsHandler = Callable[[], "AsyncIterator[bytes] | tuple[int, bytes]"]
+"""Server-sent events, as they go over the wire, or HTTP status and JSON body of an error."""
 
 
 class Launcher(Protocol):
@@ -87,9 +91,29 @@ class ForkInsteadOfSpawn(Patch):
             multiprocessing.set_start_method("forkserver", force=True)
 
 
+class PageWithoutKey(Patch):
+    """Lets the live page be fetched without a key, as stock does with /health.
+
+    A browser cannot send one with the address that is typed in. The page is the same for everyone and has no data; it
+    asks for the key and sends it with what it fetches.
+    """
+
+    target = "sglang.srt.utils.auth.decide_request_auth"
+    kind = "around"
+
+    @staticmethod
+    def hook(original: Callable[..., Any], **request: Any) -> Any:
+        if request["path"].rstrip("/") == "/adapt" and request["method"] in ("GET", "HEAD"):
+            from sglang.srt.utils.auth import AuthDecision
+
+            return AuthDecision(allowed=True)
+        return original(**request)
+
+
 FRONT_PATCHES: tuple[type[Patch], ...] = (
     RouterInsteadOfSchedulers,
     ForkInsteadOfSpawn,
+    PageWithoutKey,
     ReadLoadsOfAllSlots,
     *REQUEST_CHECKS,
     *FRONT_CONTAINMENT,
@@ -228,6 +252,7 @@ def serve(
     middleware_args: dict[str, Any],
     warm_up: Callable[[Any], None],
     admin_routes: Mapping[tuple[str, str], AdminHandler],
+    event_routes: Mapping[str, EventsHandler],
 ) -> None:
     """Run stock's HTTP server in this process until it is told to stop.
 
@@ -238,12 +263,15 @@ def serve(
         warm_up: called with server_args in a thread when the HTTP server listens; the server counts as up
             once it has returned, and is stopped if it raises.
         admin_routes: further routes by method and path, behind stock's admin key.
+        event_routes: routes of server-sent events by path, behind the same key.
     """
     from sglang.srt.entrypoints import http_server
 
     http_server.app.add_middleware(middleware, **middleware_args)
     for (method, path), handler in admin_routes.items():
         _add_admin_route(http_server.app, method, path, handler)
+    for path, events in event_routes.items():
+        _add_event_route(http_server.app, path, events)
 
     def execute_warmup(args: Any) -> bool:
         try:
@@ -276,6 +304,24 @@ def _add_admin_route(app: Any, method: str, path: str, handler: AdminHandler) ->
         return Response(body, status, media_type="application/json")
 
     app.router.add_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
+
+
+def _add_event_route(app: Any, path: str, handler: EventsHandler) -> None:
+    """A route of server-sent events, protected as those of `_add_admin_route`."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
+
+    async def endpoint(request: Request) -> Response:
+        events = handler()
+        if isinstance(events, tuple):
+            status, body = events
+            return Response(body, status, {"retry-after": "5"}, media_type="application/json")
+        # nginx would hold events back until it has a page of them.
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+
+    app.router.add_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=["GET"])
 
 
 def start_receiving() -> None:

@@ -1,0 +1,128 @@
+"""What the documents say to type can be typed: files, modules, flags, paths, links and error codes exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from sglang_adapt import ctl
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "python" / "sglang_adapt"
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import results_list  # noqa: E402
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOREIGN = {"pip", "uv", "docker", "kubectl", "apt"}
+"""Programs whose commands are not ours to check further."""
+STOCK_TOOLS = {"sglang_router.launch_router"}
+
+
+def commands(document: Path) -> list[str]:
+    """Each command of the blocks of shell, lines that go on joined."""
+    found = []
+    for block in re.findall(r"^ *```bash\n(.*?)^ *```", document.read_text(), re.S | re.M):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.strip() and not line.strip().startswith("#"):
+                found.append(line.strip())
+    return found
+
+
+ALL = [(document.name, command) for document in DOCUMENTS for command in commands(document)]
+
+
+@cache
+def help_of(module: str) -> set[str]:
+    """The flags that a module's --help tells of."""
+    command = [sys.executable, "-m", module, "--help"]
+    if (ROOT / module).exists():
+        command = [sys.executable, str(ROOT / module), "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+    return set(re.findall(r"--[a-z][\w-]+", run.stdout))
+
+
+@pytest.mark.parametrize(("document", "command"), ALL)
+def test_a_command_can_be_typed(document: str, command: str) -> None:
+    words = shlex.split(command, comments=True)
+    while "=" in words[0]:
+        words = words[1:]
+    if words[:2] == ["uv", "run"]:
+        words = words[2:]
+    program, *rest = words
+    if program == "curl":
+        check_curl(rest)
+    elif program in ("python", "python3"):
+        check_python(rest)
+    elif program in ("pytest", "ruff", "mypy"):
+        named = [word for word in rest if word.startswith(("test/", "python/"))]
+        assert all((ROOT / word).exists() for word in named)
+    else:
+        assert program in FOREIGN, command
+        named = [word for word in rest if word.startswith(("docker/", "./"))]
+        assert all((ROOT / word).exists() for word in named), command
+
+
+def check_python(rest: list[str]) -> None:
+    if rest[0] == "-m":
+        target, flags = rest[1], rest[2:]
+        assert importlib.util.find_spec(target) is not None, target
+        if target in STOCK_TOOLS and importlib.util.find_spec(target.split(".")[0]) is None:
+            pytest.skip(f"{target} is not installed")
+    else:
+        target, flags = rest[0], rest[1:]
+        assert (ROOT / target).exists(), target
+    wanted = {flag.split("=")[0] for flag in flags if flag.startswith("--")}
+    if target == "sglang_adapt.ctl":
+        # Its flags belong to a command of its own.
+        ctl.make_parser().parse_args(flags)
+    elif wanted:
+        assert wanted <= help_of(target), wanted - help_of(target)
+
+
+def check_curl(rest: list[str]) -> None:
+    """Its path is one that we or stock answer."""
+    (url,) = [word for word in rest if word.startswith("http")]
+    path = url.split("30000", 1)[1].split("?")[0]
+    sources = "".join(file.read_text() for file in (PACKAGE / "front").glob("*.py"))
+    assert f'"{path}"' in sources or path in ("/generate",), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+        if not target.startswith("http"):
+            assert (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_our_flags_exist(document: Path) -> None:
+    known = help_of("sglang_adapt.launch_server")
+    for flag in re.findall(r"--adapt-[a-z][a-z-]*[a-z]", document.read_text()):
+        assert flag in known, flag
+
+
+def test_each_error_code_is_explained_and_no_other() -> None:
+    sources = "".join(
+        file.read_text() for room in ("front", "router", "core") for file in (PACKAGE / room).glob("*.py")
+    )
+    codes = set(re.findall(r'(?:Refusal|refuse)\(\s*\d+,\s*"([a-z_]+)"', sources))
+    codes |= set(re.findall(r'"code": "([a-z_]+)"', sources))
+    codes |= set(re.findall(r'TermsError\(\s*"([a-z_]+)"', sources))
+    told = re.findall(r"^\| (\d+) \| `(\w+)` \|", (ROOT / "docs" / "operating.md").read_text(), re.M)
+    assert len(codes) > 15
+    assert {code for _, code in told} == codes
+    for status, code in told:
+        terms = status == "400" and re.search(rf'TermsError\(\s*"{code}"', sources)
+        assert terms or re.search(rf'{status},\s*(\{{\s*"code": )?"{code}"', sources), (status, code)
+
+
+def test_the_list_of_results_is_that_of_the_files() -> None:
+    assert results_list.listed() in results_list.PAGE.read_text(), "run scripts/results_list.py"
