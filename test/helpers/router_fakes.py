@@ -32,6 +32,7 @@ class World:
         self.replied: list[tuple[str, bytes]] = []
         self.connected: dict[str, bool] = {}
         self.wake: Callable[[], None] = lambda: None
+        self.ended: Callable[[Engine], None] = lambda engine: None
         self.received: dict[str, list[bytes]] = {}
         self.router = Router(
             parse_layout(layout, (1, 2), 2),
@@ -43,6 +44,7 @@ class World:
                 lost=lambda engine: self.lost.append(engine.name),
                 replied=lambda engine, data: self.replied.append((engine.name, data)),
                 stranded=lambda: self.wake(),
+                ended=lambda engine: self.ended(engine),
             ),
             admission=admission,
         )

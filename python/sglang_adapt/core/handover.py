@@ -1,9 +1,9 @@
 """Messages that hand single requests over from an engine that prefills to one that decodes, while both serve.
 
 The source says of itself that requests have their first token (`Prefilled`); the destination takes them up
-(`TakeOverCall`) and says when their KV is there and they run (`Arrived`); the source forgets them (`LetGoCall`), or goes
-on with them itself (`KeepCall`). Leases do not change: a source's blocks stay its own until it lets go, a destination
-takes blocks out of its own lease. All ranks of an engine get a call in the same iteration.
+(`TakeOverCall`) and says when their KV is there and they run (`Arrived`); the source forgets them (`LetGoCall`), or
+goes on with them itself (`KeepCall`). Leases do not change: a source's blocks stay its own until it lets go, a
+destination takes blocks out of its own lease. All ranks of an engine get a call in the same iteration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from sglang_adapt.core.handoff import CarriedRequest, KvSource
 
 
-class HandOverCall(msgspec.Struct, frozen=True, tag=True):
+class LeaveCall(msgspec.Struct, frozen=True, tag=True):
     """To a source: from now on hand over, or do not hand over, what has its first token. What is held stays held."""
 
     on: bool
@@ -34,26 +34,34 @@ class TakeOverCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class LetGoCall(msgspec.Struct, frozen=True, tag=True):
-    """To a source: these live elsewhere, or are given up; free what they hold."""
+    """To a source: these live elsewhere, or are given up; free what they hold.
 
-    rids: list[str]
+    Attributes:
+        holds: as in `Prefilled`.
+    """
+
+    holds: list[int]
 
 
 class KeepCall(msgspec.Struct, frozen=True, tag=True):
-    """To a source: go on with these, less those given up meanwhile."""
+    """To a source: go on with these, less those given up meanwhile.
 
-    rids: list[str]
+    Attributes:
+        holds: as in `Prefilled`.
+    """
+
+    holds: list[int]
 
 
 class HandoverAnswer(msgspec.Struct, frozen=True):
     """One rank's answer to any of the calls.
 
     Attributes:
-        rids: of a KeepCall those that run again.
+        kept: of a KeepCall those that run again.
         steps_ms: how long the rank took for what, in milliseconds.
     """
 
-    rids: list[str] = []
+    kept: list[int] = []
     steps_ms: dict[str, float] = {}
 
 
@@ -62,10 +70,13 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         requests: of kind RUNNING.
+        holds: for each the number by which it is held, unique in the life of the engine. Its id is not: a request
+            whose taker has died may come back while it is held still.
         blocks: for each request, by rank of the engine, its blocks in token order.
     """
 
     requests: list[CarriedRequest]
+    holds: list[int]
     blocks: list[list[list[int]]]
 
 
@@ -75,7 +86,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     rids: list[str]
 
 
-HandoverCall = HandOverCall | TakeOverCall | LetGoCall | KeepCall
+HandoverCall = LeaveCall | TakeOverCall | LetGoCall | KeepCall
 HandoverNotice = Prefilled | Arrived
 
 

@@ -4,7 +4,7 @@ An engine is written `tp2@0-1` (TP size, first and last GPU) or `tp1@0`; a layou
 engines that covers every GPU once. GPU groups are aligned: an engine of TP size t starts at a multiple of t.
 
 In a layout an engine may have a role, written behind it: `tp2@0-1:prefill,tp1@2:decode,tp1@3:decode`. No role is
-`mixed`: it reads prompts and decodes. A role belongs to the layout and not to the engine, which is the same in any role.
+`mixed`: it reads prompts and decodes. A role belongs to the layout, not to the engine, which is the same in any role.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from sglang_adapt.core.handover import (
     Arrived,
     HandoverAnswer,
     HandoverCall,
-    HandOverCall,
     KeepCall,
+    LeaveCall,
     LetGoCall,
     Prefilled,
     TakeOverCall,
@@ -44,7 +44,7 @@ class EngineHandover:
         """
         laps = Laps()
         match call:
-            case HandOverCall():
+            case LeaveCall():
                 leave.hand_over(_tell if call.on else None)
             case TakeOverCall():
                 arrive.take_over(
@@ -55,18 +55,18 @@ class EngineHandover:
                     laps,
                 )
             case LetGoCall():
-                leave.let_go(self._scheduler, call.rids)
+                leave.let_go(self._scheduler, call.holds)
                 laps.lap("let go")
             case KeepCall():
-                kept = leave.keep(self._scheduler, call.rids)
+                kept = leave.keep(self._scheduler, call.holds)
                 laps.lap("keep")
                 return HandoverAnswer(kept, laps.ms)
         return HandoverAnswer(steps_ms=laps.ms)
 
 
-def _tell(scheduler: Any, requests: list[CarriedRequest], pages: list[list[int]]) -> None:
+def _tell(scheduler: Any, requests: list[CarriedRequest], holds: list[int], pages: list[list[int]]) -> None:
     """Tell the router which requests have left, with the blocks of all ranks."""
     ranks = at_rank_0(scheduler, pages)
     if ranks is not None:
         blocks = [[rank[at] for rank in ranks] for at in range(len(requests))]
-        notify(scheduler, to_plain(Prefilled(requests, blocks)))
+        notify(scheduler, to_plain(Prefilled(requests, holds, blocks)))

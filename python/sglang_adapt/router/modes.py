@@ -38,11 +38,13 @@ from sglang_adapt.core.handoff import (
     to_plain,
 )
 from sglang_adapt.core.layout import EngineSpec, Layout
+from sglang_adapt.keeper import KeeperError
 from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.policy.carry import Carriage, Costs, Mover, NoRoomError, Room, Strategy, carry
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.handovers import Handovers
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.precopy import Precopy
 from sglang_adapt.router.router import Router
@@ -100,6 +102,7 @@ class Modes:
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
         self._kept: dict[EngineSpec, Export] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self.handovers = Handovers(router, pools, specs, self._is_mapped, self._map)
 
     @property
     def switching(self) -> bool:
@@ -120,7 +123,11 @@ class Modes:
         self._current = switch
         try:
             if switch.leaving:
+                await self.handovers.settle()
                 await self._run(switch)
+            elif switch.roles_change:
+                self._router.activate(layout)
+            if switch.before != switch.after:
                 logger.info("%s", switch)
         except SwitchRefusedError:
             self._ended(switch, Outcome.REFUSED)
@@ -134,12 +141,14 @@ class Modes:
             self._current = None
             # Blocks of engines that died on the way may have come back since.
             self._later(self._fill(self._router.layout.engines))
+            self.handovers.resume()
         self._ended(switch, Outcome.IMPAIRED if switch.failures else Outcome.SWITCHED)
         return switch
 
     def engine_ready(self, spec: EngineSpec) -> None:
         """An engine has been started again: give it its share of the blocks, if it is in the layout."""
         self._later(self._fill([spec]))
+        self.handovers.wake()
 
     def engine_gone(self) -> None:
         """All processes of an engine have ended and its blocks are free: the layout's engines get them."""
@@ -148,6 +157,7 @@ class Modes:
 
     def engine_lost(self, spec: EngineSpec, why: str) -> None:
         """An engine died: what it kept paused goes on elsewhere, from its tokens."""
+        self.handovers.engine_lost(spec)
         export = self._kept.pop(spec, None)
         if export is not None:
             self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
@@ -170,7 +180,8 @@ class Modes:
         Returns:
             `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
             now, all have the same blocks to serve with; `switching_to`, `epoch`; `kept`: by engine, the requests that
-            it keeps; `engines`: state, requests in flight, and what the ranks say of lease and cache, or the error.
+            it keeps; `roles`: what each engine of the layout does now; `handovers`: see `Handovers.said`; `engines`:
+            state, requests in flight, and what the ranks say of lease and cache, or the error.
         """
         entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
         engines = dict(zip(self._specs, entries, strict=True))
@@ -179,6 +190,8 @@ class Modes:
             "serving": [name for name, entry in engines.items() if self._router.sends_to(name) and _confirmed(entry)],
             "switching_to": None if self._current is None else str(self._current.after),
             "epoch": self._pools.epoch,
+            "roles": {name: role.value for name, role in self._router.roles.items()},
+            "handovers": self.handovers.said(),
             "kept": {str(spec): len(export.requests) for spec, export in self._kept.items()},
             "engines": engines,
         }
@@ -270,6 +283,13 @@ class Modes:
             raise SwitchRefusedError(
                 f"layout {switch.before} stays: requests that cannot be moved have not ended: {text}"
             ) from error
+
+    def _is_mapped(self, spec: EngineSpec) -> bool:
+        try:
+            return self._mapped.get(spec) == (self._pools.deaths(spec), self._regions())
+        except KeeperError:
+            # One is being started again.
+            return False
 
     async def _map(self, spec: EngineSpec) -> None:
         """Let an engine map the KV regions of all GPUs, which it does once."""

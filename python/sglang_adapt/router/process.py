@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import setproctitle
 import uvloop
@@ -26,7 +27,7 @@ from sglang_adapt.router.lifecycle import Lifecycle
 from sglang_adapt.router.limits import LimitKeeper
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.memory import KeptMemory, keeper_configs
-from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics
+from sglang_adapt.router.metrics import HandoverMetrics, PlanMetrics, SwitchMetrics
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
@@ -135,12 +136,13 @@ class _Process:
                 replied=lambda engine, data: self.calls.on_reply(engine.name, data),
                 stranded=lambda: self._repair.wake(),
                 placed=self._placed,
+                ended=self._request_ended,
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
             admission=admission,
             traffic=self._traffic,
         )
-        self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
+        self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data), self._noticed)
 
     def _make_processes(self) -> None:
         """What starts and watches keepers and engines."""
@@ -187,6 +189,10 @@ class _Process:
             self._config.switch_drain_timeout_s,
             ended=self._switch_ended(),
         )
+        if self._args.any_server_args.enable_metrics:
+            handover = HandoverMetrics(self._args.any_server_args.extra_metric_labels or {})
+            told = self.modes.handovers.told
+            told.count, told.took, told.waits = handover.count, handover.took, handover.waits
         self.manager = self._make_manager(self.modes)
 
     def _make_ways(self) -> None:
@@ -252,6 +258,8 @@ class _Process:
     def _changed(self) -> None:
         """The state of an engine, or the layout, is another one."""
         self._repair.wake()
+        if self.modes is not None:
+            self.modes.handovers.wake()
         self._lifecycle.report_if_ready()
         self._front.send_status()
 
@@ -259,6 +267,14 @@ class _Process:
         """What it has been given may need tighter limits, before the next prompt comes."""
         if self._limits is not None:
             self._limits.refresh([engine])
+
+    def _request_ended(self, engine: Engine) -> None:
+        if self.modes is not None:
+            self.modes.handovers.ended(engine)
+
+    def _noticed(self, name: str, payload: dict[str, Any]) -> None:
+        assert self.modes is not None, f"{name} hands requests over, but shares no KV pool"
+        self.modes.handovers.noticed(name, payload)
 
     async def _drain(self, timeout_s: float) -> None:
         await drain(timeout_s, self._router, self.modes, self._starts, self._supervisor, self._keepers)

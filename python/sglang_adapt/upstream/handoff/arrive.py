@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from sglang_adapt.core.handoff import CarriedRequest
@@ -168,8 +169,7 @@ def _allocate(scheduler: Any, counts: Sequence[int]) -> list[list[int]]:
     if rows is None:
         raise RuntimeError(f"{total} pages were there and could not be had")
     pages: list[int] = (rows[::size] // size).tolist()
-    ends = [sum(counts[:index]) for index in range(len(counts) + 1)]
-    return [pages[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [pages[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
 
 
 def _free(scheduler: Any, pages: Sequence[Sequence[int]]) -> None:

@@ -1,5 +1,5 @@
-"""What stock must know of requests on the move, which it sees in no queue: that they are no leak, that the cache must not
-be flushed under them, and that their clients may give them up.
+"""What stock must know of requests on the move, which it sees in no queue: that they are no leak, that the cache must
+not be flushed under them, and that their clients may give them up.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ see them in any queue: see `bookkeeping`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from sglang_adapt.upstream.handoff.quiesce import Taken
 

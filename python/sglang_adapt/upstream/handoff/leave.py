@@ -24,8 +24,9 @@ from sglang_adapt.upstream.handoff.refusals import reason_to_stay
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[Any, list[CarriedRequest], list[list[int]]], None]
-"""`tell(scheduler, requests, pages)`: the requests on rank 0 only, the pages of each on every rank."""
+Tell = Callable[[Any, list[CarriedRequest], list[int], list[list[int]]], None]
+"""`tell(scheduler, requests, holds, pages)`: the requests on rank 0 only, the number by which each is held, and its
+pages on every rank."""
 
 
 @dataclass
@@ -34,13 +35,15 @@ class _Leaving:
 
     Attributes:
         tell: what is told of requests that leave; None while none do.
-        held: those that have left and are held, by id.
-        gone: ids of those of them whose clients have given up, and have been told so.
+        held: those that have left and are held, by number.
+        gone: numbers of those of them whose clients have given up, and have been told so.
+        last: number.
     """
 
     tell: Tell | None = None
-    held: dict[str, Any] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
+    held: dict[int, Any] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    last: int = 0
 
 
 _leaving = _Leaving()
@@ -68,9 +71,9 @@ def abort(scheduler: Any, rid: str, abort_all: bool) -> None:
     others: it is freed when the router lets go of it."""
     from sglang.srt.managers.io_struct import AbortReq
 
-    for req in _leaving.held.values():
-        if req.rid not in _leaving.gone and (abort_all or req.rid.startswith(rid)):
-            _leaving.gone.add(req.rid)
+    for number, req in _leaving.held.items():
+        if number not in _leaving.gone and (abort_all or req.rid.startswith(rid)):
+            _leaving.gone.add(number)
             scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
 
 
@@ -101,29 +104,31 @@ def leave(scheduler: Any) -> bool:
         logger.error("%d requests are decoded here, because they cannot be handed over: %s", len(reqs), error)
         return True
     rids = {req.rid for req in reqs}
-    taken = take(scheduler, lambda req: req.rid in rids)
-    _leaving.held |= {req.rid: req for req in taken.running}
-    _leaving.tell(scheduler, requests, pages)
+    take(scheduler, lambda req: req.rid in rids)
+    holds = list(range(_leaving.last + 1, _leaving.last + 1 + len(reqs)))
+    _leaving.last += len(reqs)
+    _leaving.held |= dict(zip(holds, reqs, strict=True))
+    _leaving.tell(scheduler, requests, holds, pages)
     return True
 
 
-def let_go(scheduler: Any, rids: Collection[str]) -> None:
+def let_go(scheduler: Any, holds: Collection[int]) -> None:
     """Free what held requests hold; what they have read of their prompts is in the prefix cache. Others are ignored."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
-    for rid in rids:
-        req = _leaving.held.pop(rid, None)
-        _leaving.gone.discard(rid)
+    for number in holds:
+        req = _leaving.held.pop(number, None)
+        _leaving.gone.discard(number)
         if req is not None:
             release_kv_cache(req, scheduler.tree_cache)
     scheduler.running_batch.batch_is_full = False
 
 
-def keep(scheduler: Any, rids: Collection[str]) -> list[str]:
-    """Let held requests run here, less those given up, which stay held. Returns the ids."""
+def keep(scheduler: Any, holds: Collection[int]) -> list[int]:
+    """Let held requests run here, less those given up, which stay held. Returns the numbers of those that run."""
     drain(scheduler)
-    back = [rid for rid in rids if rid in _leaving.held and rid not in _leaving.gone]
-    join_running(scheduler, [_leaving.held.pop(rid) for rid in back])
+    back = [number for number in holds if number in _leaving.held and number not in _leaving.gone]
+    join_running(scheduler, [_leaving.held.pop(number) for number in back])
     return back
 
 
