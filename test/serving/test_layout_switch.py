@@ -431,6 +431,26 @@ def test_a_change_of_roles_moves_nothing(server: Server, total: dict[int, int]) 
     check_ledgers(server, total)
 
 
+def test_what_finds_no_slot_is_decoded_where_it_was_read(server: Server, total: dict[int, int]) -> None:
+    home(server)
+    assert switch(server, "tp2@0-1:prefill,tp2@2-3:decode", "migrate").status_code == 200
+    before = layout_of(server)["handovers"]
+    results: list[httpx.Response] = []
+    # An engine has 64 slots.
+    threads = [in_background(server, ENDLESS, results) for _ in range(68)]
+    until(lambda: engines_of(server)["tp2@2-3"]["in_flight"] >= 64, "all slots are taken")
+    waiting = layout_of(server)["handovers"]["waiting"]
+    until(lambda: layout_of(server)["handovers"].get("kept", 0) >= before.get("kept", 0) + 4, "the others go on")
+    HTTP.post(f"{server.url}/abort_request", json={"abort_all": True})
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert waiting <= 4
+    reasons = [answer.json()["meta_info"]["finish_reason"]["type"] for answer in results]
+    assert reasons == ["abort"] * 68
+    check_pages(server, total)
+    assert "leak detected" not in server.log.read_text()
+
+
 @pytest.mark.parametrize("victim", ["tp2@0-1", "tp1@3"])
 def test_an_engine_with_a_role_dies(
     server: Server, expected: dict[str, tuple[dict[str, Any], Answer]], total: dict[int, int], victim: str
