@@ -122,6 +122,8 @@ class Handovers:
         specs: all candidates by name.
         is_mapped: can an engine read the KV of all GPUs?
         map_regions: lets it; may raise.
+        blocks_came_back: called when there are free blocks for the layout's engines.
+        most_wait_s: see `MOST_WAIT_S`.
 
     Attributes:
         told: what has become of requests.
@@ -134,6 +136,7 @@ class Handovers:
         specs: Mapping[str, EngineSpec],
         is_mapped: Callable[[EngineSpec], bool],
         map_regions: Callable[[EngineSpec], Awaitable[None]],
+        blocks_came_back: Callable[[], None],
         most_wait_s: float = MOST_WAIT_S,
     ) -> None:
         self._router = router
@@ -141,6 +144,7 @@ class Handovers:
         self._specs = specs
         self._is_mapped = is_mapped
         self._map_regions = map_regions
+        self._blocks_came_back = blocks_came_back
         self._most_wait_s = most_wait_s
         self._waiting: dict[tuple[EngineSpec, int], Prompt] = {}
         self._moves: list[_Move] = []
@@ -291,11 +295,22 @@ class Handovers:
         """Who takes a request over; its room is noted."""
         if self._router.roles.get(prompt.source.name) is not Role.PREFILL:
             return None
-        taker = choose_taker(list(takers.values()), prompt.request.length)
+        room = list(takers.values())
+        taker = choose_taker(self._within_targets(prompt.rid, room), prompt.request.length)
+        # Its target is missed by less elsewhere than where prompts are read.
+        taker = taker or choose_taker(room, prompt.request.length)
         if taker is None:
             return None
         takers[taker.name] = taker.after(prompt.request.length)
         return self._specs[taker.name]
+
+    def _within_targets(self, rid: str, takers: list[Taker]) -> list[Taker]:
+        """Those of its tier that keep a request's target, and those of what they have."""
+        admission = self._router.admission
+        if admission is None:
+            return takers
+        within = admission.decode_within(rid, [self._router.engines[taker.name] for taker in takers])
+        return [taker for taker in takers if taker.name in within]
 
     def _begin(self, source: EngineSpec, taker: EngineSpec, prompts: list[Prompt]) -> None:
         """Requests are on the move from here on."""
@@ -324,27 +339,27 @@ class Handovers:
                 if self._engine(spec).state is EngineState.READY:
                     self._pools.kill(spec, "handing requests over broke off")
             await self._gone(move)
-            self._pools.end_copy(ticket)
+            self._end_copy(move, ticket)
         finally:
             self._moves.remove(move)
         self._place()
 
     async def _take_over(self, move: _Move, ticket: CopyTicket) -> None:
-        router, pools = self._router, self._pools
+        router = self._router
         rids = [prompt.rid for prompt in move.prompts]
         sources = [KvSource(list(move.source.gpus), prompt.blocks) for prompt in move.prompts]
         try:
             await self._ask(move.taker, TakeOverCall([prompt.request for prompt in move.prompts], sources))
         except CallRefusedError as error:
             logger.info("%s takes over nothing for now: %s", move.taker, error)
-            pools.end_copy(ticket)
+            self._end_copy(move, ticket)
             self._full.add(move.taker)
             self._back_to_source(move, str(error))
             return
         except EngineCallError as error:
             self._recompute(rids, str(error))
             await self._gone(move)
-            pools.end_copy(ticket)
+            self._end_copy(move, ticket)
             await self._ask_source(move.source, LetGoCall(move.holds), move.prompts[0].deaths)
             return
         now = monotonic()
@@ -356,7 +371,7 @@ class Handovers:
             await move.arrived
         except EngineGoneError:
             await self._gone(move)
-        pools.end_copy(ticket)
+        self._end_copy(move, ticket)
         await self._ask_source(move.source, LetGoCall(move.holds), move.prompts[0].deaths)
 
     def _back_to_source(self, move: _Move, why: str) -> None:
@@ -391,6 +406,12 @@ class Handovers:
             for gpu, blocks in zip(prompt.source.gpus, prompt.blocks, strict=True):
                 reads.setdefault(gpu, []).extend(blocks)
         return self._pools.begin_reading(reads)
+
+    def _end_copy(self, move: _Move, ticket: CopyTicket) -> None:
+        self._pools.end_copy(ticket)
+        if self._pools.deaths(move.source) != move.prompts[0].deaths:
+            # Blocks that were read until now have come back only now.
+            self._blocks_came_back()
 
     async def _keep(self, source: EngineSpec, holds: Sequence[int]) -> None:
         """Let a source go on with requests; those given up meanwhile it forgets."""

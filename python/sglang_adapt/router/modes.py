@@ -102,7 +102,7 @@ class Modes:
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
         self._kept: dict[EngineSpec, Export] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self.handovers = Handovers(router, pools, specs, self._is_mapped, self._map)
+        self.handovers = Handovers(router, pools, specs, self._is_mapped, self._map, self.engine_gone)
 
     @property
     def switching(self) -> bool:
