@@ -22,7 +22,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", help="the server's admin key, if it has one")
     commands = parser.add_subparsers(dest="command", required=True)
     layout = commands.add_parser("layout", help="print the layout that serves; with LAYOUT, go over to it first")
-    layout.add_argument("layout", nargs="?", metavar="LAYOUT", help="e.g. tp1@0,tp1@1 or tp2@0-1")
+    layout.add_argument(
+        "layout", nargs="?", metavar="LAYOUT", help="e.g. tp1@0,tp1@1, tp2@0-1 or tp1@0:prefill,tp1@1:decode"
+    )
     layout.add_argument(
         "--strategy",
         choices=[strategy.value for strategy in Strategy],

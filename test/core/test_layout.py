@@ -10,6 +10,7 @@ from sglang_adapt.core.layout import (
     EngineSpec,
     Layout,
     LayoutError,
+    Role,
     candidate_engines,
     check_tp_sizes,
     default_tp_sizes,
@@ -33,6 +34,18 @@ def test_parse_orders_by_gpu() -> None:
     assert str(layout) == "tp1@0,tp1@1,tp2@2-3"
 
 
+def test_roles_belong_to_the_layout() -> None:
+    layout = parse_layout("tp1@3:decode, tp2@0-1:prefill,tp1@2:mixed", (1, 2), 4)
+    assert str(layout) == "tp2@0-1:prefill,tp1@2,tp1@3:decode"
+    assert parse_layout(str(layout), (1, 2), 4) == layout
+    plain = parse_layout("tp2@0-1,tp1@2,tp1@3", (1, 2), 4)
+    assert layout.engines == plain.engines
+    assert layout != plain
+    assert layout.role_of[EngineSpec(0, 2)] is Role.PREFILL
+    assert set(plain.role_of.values()) == {Role.MIXED}
+    assert parse_layout("tp2@0-1:mixed,tp1@2:mixed,tp1@3", (1, 2), 4) == plain
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -49,6 +62,12 @@ def test_parse_orders_by_gpu() -> None:
         ("tp1@0;tp1@1", "is not an engine"),
         ("tp1@0,", "is not an engine"),
         ("tp-1@0", "is not an engine"),
+        ("tp2@0-1:,tp2@2-3", "is not an engine"),
+        ("tp2@0-1:draft,tp2@2-3", "'draft' is no role; roles are mixed, prefill, decode"),
+        ("tp2@0-1:prefill,tp2@2-3:prefill", "all engines only prefill"),
+        ("tp2@0-1:decode,tp2@2-3:decode", "and there is none; give one the role prefill"),
+        ("tp2@0-1:decode,tp2@2-3", "and there is none; give one the role prefill"),
+        ("tp2@0-1:prefill,tp2@0-1:decode,tp2@2-3", "both use GPU 0"),
     ],
 )
 def test_bad_layouts_say_why_and_show_a_good_one(text: str, reason: str) -> None:

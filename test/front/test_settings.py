@@ -103,6 +103,10 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--page-size", "1"], "--page-size 1: a page must hold at least 2 tokens at TP 1"),
         (["--enable-hierarchical-cache"], "cache (--enable-hierarchical-cache, --enable-lmcache, --enable-flexkv) ca"),
         (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num cannot be used"),
+        (
+            ["--adapt-virtual-gpus", "2", "--adapt-tp-sizes", "1", "--adapt-layout", "tp1@0:prefill,tp1@1:decode"],
+            "give more --adapt-tp-sizes than 1, or no roles",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_way_out(argv: list[str], text: str) -> None:

@@ -35,6 +35,7 @@ class World:
         self.replied: list[tuple[str, bytes]] = []
         self.connected: dict[str, bool] = {}
         self.wake: Callable[[], None] = lambda: None
+        self.ended: Callable[[Engine], None] = lambda engine: None
         self.received: dict[str, list[bytes]] = {}
         self.on_long: Callable[[], None] = lambda: None
         self.router = Router(
@@ -48,6 +49,7 @@ class World:
                 replied=lambda engine, data: self.replied.append((engine.name, data)),
                 stranded=lambda: self.wake(),
                 long_waits=lambda: self.on_long(),
+                ended=lambda engine: self.ended(engine),
             ),
             admission=admission,
             lengths=lengths,

@@ -33,6 +33,17 @@ from sglang_adapt.core.handoff import (
     UnexportableCall,
     to_plain,
 )
+from sglang_adapt.core.handover import (
+    Arrived,
+    HandoverAnswer,
+    HandoverCall,
+    KeepCall,
+    LeaveCall,
+    LetGoCall,
+    Prefilled,
+    TakeOverCall,
+)
+from sglang_adapt.core.handover import to_plain as handover_to_plain
 from sglang_adapt.core.layout import EngineSpec, candidate_engines, parse_layout
 from sglang_adapt.kv.ledger_format import ledger_bytes
 from sglang_adapt.kv.sizing import KvShape, size_pool
@@ -50,6 +61,7 @@ from sglang_adapt.router.switch import Switch
 SETTINGS = size_pool(KvShape(2, 4, 32, 2), (1, 2), 16, 1600, (4, 2))
 SPECS = {spec.name: spec for spec in candidate_engines((1, 2), 2)}
 ONES, TWO = "tp1@0,tp1@1", "tp2@0-1"
+SPLIT, OTHER_SPLIT = "tp1@0:prefill,tp1@1:decode", "tp1@0:decode,tp1@1:prefill"
 FAULTS = ("refuse", "die", "die after", "break", "raise")
 LIMIT_S = 5.0
 
@@ -68,8 +80,17 @@ class FakeEngine:
         self.most: dict[str, int] = {}
         self.told: tuple[int, dict[str, tuple[int, list[list[int]]]]] = (0, {})
         self.ahead: tuple[int, dict[str, tuple[int, list[list[int]]]]] = (0, {})
+        self.unread: set[str] = set()
+        self.hands_over = False
+        self.leaving: dict[int, tuple[str, int, list[list[int]]]] = {}
+        self.gone: set[int] = set()
+        self.coming: dict[str, tuple[int, list[list[int]]]] = {}
+        self.lives = 0
+        self.holds = 0
 
     def begin(self, lease: list[list[int]]) -> None:
+        self.unread, self.hands_over, self.leaving, self.gone, self.coming = set(), False, {}, set(), {}
+        self.lives += 1
         self.lease = [set(pages) for pages in lease]
         self.running, self.held, self.given_up = {}, None, set()
         self.told, self.ahead = (0, {}), (0, {})
@@ -82,9 +103,57 @@ class FakeEngine:
         if min(map(len, free)) < count:
             tokens, count = 0, 0
         self.running[rid] = (tokens, [pages[:count] for pages in free])
+        self.unread.add(rid)
 
     def _free(self, rank: int) -> set[int]:
-        return self.lease[rank] - {page for _, blocks in self.running.values() for page in blocks[rank]}
+        held = [blocks for _, _, blocks in self.leaving.values()]
+        there = [blocks for _, blocks in (*self.running.values(), *self.coming.values())]
+        return self.lease[rank] - {page for blocks in (*held, *there) for page in blocks[rank]}
+
+    def prefill(self) -> tuple[list[str], Prefilled | None]:
+        """Read all prompts for which there is room: who has a first token now, and what is told of them."""
+        read = [rid for rid in self.unread if rid in self.running and self.running[rid][0]]
+        self.unread = {rid for rid in self.unread if rid in self.running} - set(read)
+        if not read or not self.hands_over:
+            return read, None
+        told = Prefilled([], [], [])
+        for rid in read:
+            tokens, blocks = self.running.pop(rid)
+            self.holds += 1
+            self.leaving[self.holds] = (rid, tokens, blocks)
+            told.requests.append(CarriedRequest(rid, RequestKind.RUNNING, tokens, tokens + 1, 500, None, b"-"))
+            told.holds.append(self.holds)
+            told.blocks.append(blocks)
+        return read, told
+
+    def hand_over(self, call: HandoverCall) -> HandoverAnswer:
+        match call:
+            case LeaveCall():
+                self.hands_over = call.on
+            case TakeOverCall():
+                here = {*self.running, *self.coming}
+                assert not here & {request.rid for request in call.requests}
+                made: dict[str, tuple[int, list[list[int]]]] = {}
+                free = [sorted(self._free(rank)) for rank in range(self.spec.tp)]
+                for request in call.requests:
+                    count = -(-request.kv_tokens // self.page)
+                    if min(map(len, free)) < count:
+                        raise CallRefusedError(f"{self.spec}: no room")
+                    made[request.rid] = (request.kv_tokens, [pages[:count] for pages in free])
+                    free = [pages[count:] for pages in free]
+                self.coming |= made
+            case LetGoCall():
+                for hold in call.holds:
+                    del self.leaving[hold]
+                    self.gone.discard(hold)
+            case KeepCall():
+                kept = [hold for hold in call.holds if hold not in self.gone]
+                for hold in kept:
+                    rid, tokens, blocks = self.leaving.pop(hold)
+                    assert rid not in self.running
+                    self.running[rid] = (tokens, blocks)
+                return HandoverAnswer(kept)
+        return HandoverAnswer()
 
     def answer(self, call: HandoffCall) -> list[Any]:
         ranks = range(self.spec.tp)
@@ -129,6 +198,7 @@ class FakeEngine:
                     self.ahead[1][request.rid] = (request.ahead, mine)
                 return [PrecopyAnswer(call.epoch) for _ in ranks]
             case ExportCall():
+                assert not self.leaving and not self.coming, "a switch begins while requests are handed over"
                 if self.held is not None:
                     raise CallRefusedError(f"{self.spec}: requests are held already")
                 # Each has a token more than a while ago, if it needs no block for it.
@@ -251,6 +321,7 @@ class Node:
         self.turns: dict[tuple[str, str], int] = {}
         self.calls: list[tuple[str, str]] = []
         self.sent: set[str] = set()
+        self._landing: list[asyncio.Future[None]] = []
         self._pending: dict[str, list[asyncio.Future[None]]] = {name: [] for name in SPECS}
         self._seen = dict.fromkeys(SPECS, 0)
         self.fakes = {name: FakeEngine(spec) for name, spec in SPECS.items()}
@@ -272,12 +343,46 @@ class Node:
         self.repair = Repair(
             self.router, self._call, lambda engine, why: self._kill(SPECS[engine.name], why), lambda: self.pools.epoch
         )
-        self.world.wake = self.repair.wake
+        self.world.wake = self._wake
+        self.world.ended = self.modes.handovers.ended
+        self._aborted_coming: set[tuple[str, str]] = set()
         for name, spec in SPECS.items():
             self.fakes[name].begin(self.pools.first_lease(spec))
         self.world.warm()
 
+    def _wake(self) -> None:
+        self.repair.wake()
+        self.modes.handovers.wake()
+
     # Requests.
+
+    def prefill(self, *names: str) -> None:
+        """Engines read their prompts and say what comes of it."""
+        self.read()
+        for name in names or tuple(self.fakes):
+            if self.router.engines[name].state is not EngineState.READY:
+                continue
+            read, told = self.fakes[name].prefill()
+            for rid in read:
+                self.world.tokens(name, rid, [7], len(self.router.journal[rid].ids) + 1)
+            if told is not None:
+                self.modes.handovers.noticed(name, handover_to_plain(told))
+
+    async def _land(self, name: str, lives: int, rids: list[str]) -> None:
+        """A copy has ended: the requests run."""
+        for _ in range(self.turns.get((name, "land"), 1)):
+            await asyncio.sleep(0)
+        fake = self.fakes[name]
+        if fake.lives != lives or self.router.engines[name].state is not EngineState.READY:
+            return
+        for rid in rids:
+            fake.running[rid] = fake.coming.pop(rid)
+        self.modes.handovers.noticed(name, handover_to_plain(Arrived(rids)))
+        for rid in rids:
+            if (name, rid) in self._aborted_coming:
+                self._aborted_coming.discard((name, rid))
+                del fake.running[rid]
+                self.world.reply(name, io_struct.AbortReq(rid=rid))
 
     def request(self, *rids: str, tokens: int = 40) -> None:
         for rid in rids:
@@ -302,6 +407,11 @@ class Node:
 
         if fake.held is not None:
             fake.given_up |= {rid for rid in fake.held[1] if meant(rid)}
+        for hold, (rid, _, _) in fake.leaving.items():
+            if meant(rid) and hold not in fake.gone:
+                fake.gone.add(hold)
+                self.world.reply(name, io_struct.AbortReq(rid=rid))
+        self._aborted_coming |= {(name, rid) for rid in fake.coming if meant(rid)}
         for rid in [rid for rid in fake.running if meant(rid)]:
             del fake.running[rid]
             self.world.reply(name, io_struct.AbortReq(rid=rid))
@@ -356,7 +466,8 @@ class Node:
         self.die(spec.name, why)
 
     async def _call(self, engine: str, name: str, payload: dict[str, Any], epoch: int) -> list[dict[str, Any]]:
-        call = msgspec.convert(payload, HandoffCall) if name == "handoff" else None
+        kinds = {"handoff": HandoffCall, "handover": HandoverCall}
+        call = msgspec.convert(payload, kinds[name]) if name in kinds else None
         key = (engine, name if call is None else type(call).__name__)
         self.calls.append(key)
         if not self.world.connected[engine]:
@@ -387,14 +498,21 @@ class Node:
                 await asyncio.sleep(0)
             if future.done():
                 await future
+            if isinstance(call, TakeOverCall):
+                rids = [request.rid for request in call.requests]
+                self._landing.append(asyncio.ensure_future(self._land(engine, self.fakes[engine].lives, rids)))
             return answers
         finally:
             self._pending[engine].remove(future)
             if future.done():
                 future.exception()
 
-    def _do(self, engine: str, name: str, payload: dict[str, Any], call: HandoffCall | None) -> list[dict[str, Any]]:
+    def _do(
+        self, engine: str, name: str, payload: dict[str, Any], call: HandoffCall | HandoverCall | None
+    ) -> list[dict[str, Any]]:
         fake = self.fakes[engine]
+        if name == "handover":
+            return [handover_to_plain(fake.hand_over(call))] * fake.spec.tp
         if call is not None:
             return [to_plain(answer) for answer in fake.answer(call)]
         match name:
@@ -436,7 +554,7 @@ class Node:
                     self.read()
                 if not dead:
                     break
-            while self.router.stranded.in_flight:
+            while self.router.stranded.in_flight or self.modes.handovers.said()["under_way"]:
                 await asyncio.sleep(0.001)
                 self.read()
             await asyncio.sleep(0.005)
@@ -466,7 +584,12 @@ class Node:
         assert set(places) | set(ended) | set(self.router._queue) | set(self.router.long.waiting) == self.sent
         assert not set(places) & set(ended)
         for name, fake in self.fakes.items():
-            assert set(fake.running) == set(self.router.engines[name].in_flight), name
+            held = {rid for hold, (rid, _, _) in fake.leaving.items() if hold not in fake.gone}
+            assert {*fake.running, *held} == set(self.router.engines[name].in_flight), name
+            assert not fake.coming
+            assert set(fake.leaving) == {hold for spec, hold in self.modes.handovers._waiting if spec.name == name}, (
+                "held for nobody"
+            )
         kept = {rid for export in self.modes._kept.values() for rid in export.rids}
         held = {rid for fake in self.fakes.values() if fake.held is not None for rid in fake.held[1]}
         assert held == kept

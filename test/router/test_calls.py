@@ -7,12 +7,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from router_fakes import World
 from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 
-from sglang_adapt.core.messages import EngineCall, EngineReply, RankAnswer
+from sglang_adapt.core.handoff import CarriedRequest, RequestKind
+from sglang_adapt.core.handover import Prefilled, to_plain
+from sglang_adapt.core.messages import EngineCall, EngineNotice, EngineReply, RankAnswer
 from sglang_adapt.engine.control import EngineControl
 from sglang_adapt.kv.adaptor import LeaseError
 from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineCalls, EngineGoneError
@@ -168,3 +171,14 @@ def test_a_rank_refuses_a_call_of_an_earlier_epoch() -> None:
 def test_an_unexpected_error_ends_the_rank() -> None:
     with pytest.raises(ZeroDivisionError):
         EngineControl(CONTROL)(None, 0, EngineCall(1, 0, "fail", {}))
+
+
+def test_what_an_engine_says_unasked_is_passed_on() -> None:
+    heard: list[tuple[str, dict[str, Any]]] = []
+    calls = EngineCalls(Engine().send, lambda name, payload: heard.append((name, payload)))
+    request = CarriedRequest("r", RequestKind.RUNNING, 5, 6, 9, None, b"state")
+    told = Prefilled([request], [1], [[[3], [4]]])
+    calls.on_reply("tp2@0-1", msgpack_encode(wire.notice_message(EngineNotice(to_plain(told)))))
+    [(name, payload)] = heard
+    assert name == "tp2@0-1"
+    assert msgspec.convert(payload, Prefilled) == told

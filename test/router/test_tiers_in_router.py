@@ -469,3 +469,24 @@ def test_what_is_promised_goes_to_an_engine_full_of_background_work() -> None:
     world.arrive("s", "strict", tokens=2)
     assert world.seen("tp2@0-1") == ["n0", "n1", "s"]
     world.check()
+
+
+def test_a_request_that_has_been_read_goes_on_where_targets_hold() -> None:
+    world = Tiered()
+    engines = [world.engine("tp1@0"), world.engine("tp1@1")]
+    for number in range(16):
+        world.arrive(f"s{number}", "strict", tokens=1)
+        name = "tp1@0" if f"s{number}" in world.engine("tp1@0").in_flight else "tp1@1"
+        world.tokens(name, f"s{number}", [7], 1)
+    # Eight on each: a step takes 8 ms, and 9 with one more, which is the target of 10 ms less a margin.
+    mine = next(iter(engines[1].in_flight))
+    assert world.admission.decode_within(mine, engines) == {"tp1@0", "tp1@1"}
+    # One more on the other engine, and there is no room for it beside.
+    world.router.detach(engines[1], [mine])
+    world.router.attach(engines[0], [mine])
+    other = next(iter(engines[1].in_flight))
+    assert world.admission.decode_within(other, engines) == {"tp1@1"}
+    world.admission.assign({"tp1@1": frozenset({"picky"})})
+    assert world.admission.decode_within(other, engines) == set()
+    assert world.admission.decode_within("unknown", engines) == {"tp1@0", "tp1@1"}
+    world.check()

@@ -38,6 +38,9 @@ ONES = "tp1@0,tp1@1,tp1@2,tp1@3"
 TWOS = "tp2@0-1,tp2@2-3"
 FOUR = "tp4@0-3"
 MIXED = "tp2@0-1,tp1@2,tp1@3"
+SPLIT = "tp2@0-1:prefill,tp1@2:decode,tp1@3:decode"
+OTHER_SPLIT = "tp2@0-1:decode,tp1@2:prefill,tp1@3:prefill"
+HALF_SPLIT = "tp2@0-1,tp1@2:prefill,tp1@3"
 EVERY_PAIR = [TWOS, FOUR, ONES, FOUR, TWOS, ONES]
 """From ONES: each ordered pair of TP sizes once."""
 TOKENS = 40
@@ -108,7 +111,7 @@ def check_ledgers(server: Server, total: dict[int, int]) -> None:
         assert blocks == total
         # All that is free is the layout's.
         assert {engine["free_blocks"] for engine in engines.values()} == {0}
-    assert set(said["serving"]) == set(said["active"].split(","))
+    assert set(said["serving"]) == {name.partition(":")[0] for name in said["active"].split(",")}
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +261,7 @@ def test_one_switch_at_a_time(server: Server, total: dict[int, int]) -> None:
         ({"layout": "tp1@0,tp1@1"}, "no engine uses GPU 2, 3"),
         ({"layout": "tp3@0-2,tp1@3"}, "TP size 3 is not among --adapt-tp-sizes 1, 2, 4"),
         ({"layout": "nonsense"}, "is not an engine"),
+        ({"layout": "tp2@0-1:prefill,tp2@2-3:prefill"}, "all engines only prefill"),
         ({"layout": FOUR, "strategy": "teleport"}, "strategies are auto, migrate, keep, drain, recompute"),
         ({"layout": FOUR, "when": "now"}, "unknown field"),
         ({}, "missing required field"),
@@ -366,6 +370,105 @@ def test_an_engine_that_dies_in_a_switch(
         until(lambda: sum(clients.right.values()) > right + 4, "requests are served")
     home(server)
     check_ledgers(server, total)
+
+
+def check_pages(server: Server, total: dict[int, int]) -> None:
+    """Nothing runs, nothing is handed over, and every block of an engine is free or in its prefix cache."""
+    until(lambda: in_flight(server) == 0, "all requests have ended")
+    until(lambda: sum(layout_of(server)["handovers"][key] for key in ("waiting", "under_way")) == 0, "nothing moves")
+    check_ledgers(server, total)
+    pages = {1: 8, 2: 16, 4: 32}
+
+    def unaccounted() -> dict[str, int]:
+        engines = layout_of(server)["engines"]
+        return {
+            name: engine["leased_blocks"] - engine["free_blocks"] - engine["cached_tokens"] // pages[int(name[2])]
+            for name, engine in engines.items()
+        }
+
+    until(lambda: not any(unaccounted().values()), "no block is lost")
+
+
+def handed_over(server: Server) -> int:
+    count: int = layout_of(server)["handovers"].get("handed_over", 0)
+    return count
+
+
+def test_answers_do_not_depend_on_roles(
+    server: Server, expected: dict[str, tuple[dict[str, Any], Answer]], total: dict[int, int]
+) -> None:
+    home(server)
+    with traffic(server, expected) as clients:
+        for layout in (SPLIT, OTHER_SPLIT, MIXED, HALF_SPLIT, SPLIT, FOUR, OTHER_SPLIT):
+            before = switch(server, layout, "migrate")
+            assert before.status_code == 200, before.text
+            assert before.json()["failures"] == []
+            check_ledgers(server, total)
+            if ":" in layout:
+                count = handed_over(server)
+                until(lambda count=count: handed_over(server) > count + 8, "requests are handed over")
+    assert clients.right
+    check_pages(server, total)
+    # Once more without any neighbour: what is not decoded where it was read is the same as well.
+    count = handed_over(server)
+    for kind, (body, answer) in expected.items():
+        assert ask(server, body).equals(answer), kind
+    assert handed_over(server) - count >= len(expected)
+    check_pages(server, total)
+
+
+def test_a_change_of_roles_moves_nothing(server: Server, total: dict[int, int]) -> None:
+    home(server)
+    assert switch(server, MIXED, "migrate").status_code == 200
+    epoch = layout_of(server)["epoch"]
+    report = switch(server, SPLIT).json()
+    assert (report["from"], report["to"]) == (MIXED, SPLIT)
+    assert (report["requests"], report["phases_ms"]) == ({}, {})
+    said = layout_of(server)
+    assert (said["active"], said["epoch"]) == (SPLIT, epoch)
+    assert said["roles"] == {"tp2@0-1": "prefill", "tp1@2": "decode", "tp1@3": "decode"}
+    assert engines_of(server)["tp1@2"]["role"] == "decode"
+    check_ledgers(server, total)
+
+
+def test_what_finds_no_slot_is_decoded_where_it_was_read(server: Server, total: dict[int, int]) -> None:
+    home(server)
+    assert switch(server, "tp2@0-1:prefill,tp2@2-3:decode", "migrate").status_code == 200
+    before = layout_of(server)["handovers"]
+    results: list[httpx.Response] = []
+    # An engine has 64 slots.
+    threads = [in_background(server, ENDLESS, results) for _ in range(68)]
+    until(lambda: engines_of(server)["tp2@2-3"]["in_flight"] >= 64, "all slots are taken")
+    waiting = layout_of(server)["handovers"]["waiting"]
+    until(lambda: layout_of(server)["handovers"].get("kept", 0) >= before.get("kept", 0) + 4, "the others go on")
+    HTTP.post(f"{server.url}/abort_request", json={"abort_all": True})
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert waiting <= 4
+    reasons = [answer.json()["meta_info"]["finish_reason"]["type"] for answer in results]
+    assert reasons == ["abort"] * 68
+    check_pages(server, total)
+    assert "leak detected" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("victim", ["tp2@0-1", "tp1@3"])
+def test_an_engine_with_a_role_dies(
+    server: Server, expected: dict[str, tuple[dict[str, Any], Answer]], total: dict[int, int], victim: str
+) -> None:
+    home(server)
+    layout = SPLIT if victim == "tp2@0-1" else "tp2@0-1:prefill,tp1@2:prefill,tp1@3:decode"
+    assert switch(server, layout, "migrate").status_code == 200
+    with traffic(server, expected, leave=False) as clients:
+        count = handed_over(server)
+        until(lambda: handed_over(server) > count + 4, "requests are handed over")
+        os.kill(engines_of(server)[victim]["pids"][-1], signal.SIGKILL)
+        until(lambda: set(layout_of(server)["roles"].values()) == {"mixed"}, "the others are mixed meanwhile")
+        until(lambda: victim in layout_of(server)["serving"], "the engine is back")
+        assert set(layout_of(server)["roles"].values()) == {"prefill", "decode"}
+        count = handed_over(server)
+        until(lambda: handed_over(server) > count + 4, "requests are handed over again")
+    assert clients.right
+    check_pages(server, total)
 
 
 def test_kept_requests_are_answered_before_the_server_ends(start: Callable[..., Server]) -> None:

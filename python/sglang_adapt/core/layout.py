@@ -2,6 +2,9 @@
 
 An engine is written `tp2@0-1` (TP size, first and last GPU) or `tp1@0`; a layout is a comma-separated list of
 engines that covers every GPU once. GPU groups are aligned: an engine of TP size t starts at a multiple of t.
+
+In a layout an engine may have a role, written behind it: `tp2@0-1:prefill,tp1@2:decode,tp1@3:decode`. No role is
+`mixed`: it reads prompts and decodes. A role belongs to the layout, not to the engine, which is the same in any role.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 
 
@@ -36,17 +40,49 @@ class EngineSpec:
         return self.name
 
 
+class Role(StrEnum):
+    """What an engine does in a layout.
+
+    MIXED: reads prompts and decodes them.
+    PREFILL: reads prompts, and hands requests over when they have their first token.
+    DECODE: takes requests over from there; it gets no new ones.
+    """
+
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Engines that partition the GPUs, ordered by first GPU."""
+    """Engines that partition the GPUs, ordered by first GPU.
+
+    Attributes:
+        engines: which serve.
+        roles: of each engine, in their order; empty, and only then, if all are mixed.
+    """
 
     engines: tuple[EngineSpec, ...]
+    roles: tuple[Role, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.roles and all(role is Role.MIXED for role in self.roles):
+            object.__setattr__(self, "roles", ())
+        if self.roles and len(self.roles) != len(self.engines):
+            raise ValueError(f"{len(self.roles)} roles are given for {len(self.engines)} engines")
 
     def __str__(self) -> str:
-        return ",".join(engine.name for engine in self.engines)
+        return ",".join(
+            engine.name if role is Role.MIXED else f"{engine.name}:{role}" for engine, role in self.role_of.items()
+        )
+
+    @property
+    def role_of(self) -> dict[EngineSpec, Role]:
+        """The role of each engine, in order."""
+        return dict(zip(self.engines, self.roles or (Role.MIXED,) * len(self.engines), strict=True))
 
 
-_ENGINE = re.compile(r"tp(\d+)@(\d+)(?:-(\d+))?")
+_ENGINE = re.compile(r"tp(\d+)@(\d+)(?:-(\d+))?(?::(\w+))?")
 
 
 def uniform_layout(tp: int, gpus: int) -> Layout:
@@ -64,10 +100,13 @@ def parse_layout(text: str, tp_sizes: Sequence[int], gpus: int) -> Layout:
 
     Raises:
         LayoutError: bad syntax, a TP size not in `tp_sizes`, a GPU that does not exist, an unaligned group,
-            an overlap or a gap. The text gives the reason and a valid layout.
+            an overlap or a gap, an unknown role, or roles that do not go together. The text gives the reason and a
+            valid layout.
     """
     example = f"a valid layout here is {uniform_layout(min(tp_sizes), gpus)}"
-    engines = sorted(_parse_engine(part.strip(), tp_sizes, gpus, example) for part in text.split(","))
+    # One engine may be named twice: that is an overlap, which is found below.
+    pairs = sorted(_parse_engine(part.strip(), tp_sizes, gpus, example) for part in text.split(","))
+    engines = [engine for engine, _ in pairs]
     owner: dict[int, EngineSpec] = {}
     for engine in engines:
         for gpu in engine.gpus:
@@ -77,13 +116,34 @@ def parse_layout(text: str, tp_sizes: Sequence[int], gpus: int) -> Layout:
     missing = [gpu for gpu in range(gpus) if gpu not in owner]
     if missing:
         raise LayoutError(f"layout {text!r}: no engine uses GPU {_list(missing)}; {example}")
-    return Layout(tuple(engines))
+    layout = Layout(tuple(engines), tuple(role for _, role in pairs))
+    _check_roles(text, layout, example)
+    return layout
 
 
-def _parse_engine(part: str, tp_sizes: Sequence[int], gpus: int, example: str) -> EngineSpec:
+def _check_roles(text: str, layout: Layout, example: str) -> None:
+    """Raises LayoutError if no engine can finish what one prefills, or none prefills for one that decodes."""
+    roles = set(layout.roles)
+    if roles == {Role.PREFILL}:
+        raise LayoutError(
+            f"layout {text!r}: all engines only prefill, so no request would get more than its first token; give one "
+            f"the role decode, or none; {example}"
+        )
+    if Role.DECODE in roles and Role.PREFILL not in roles:
+        raise LayoutError(
+            f"layout {text!r}: engines that only decode get their requests from those that prefill, and there is "
+            f"none; give one the role prefill; {example}"
+        )
+
+
+def _parse_engine(part: str, tp_sizes: Sequence[int], gpus: int, example: str) -> tuple[EngineSpec, Role]:
     match = _ENGINE.fullmatch(part)
     if match is None:
         raise LayoutError(f"{part!r} is not an engine; write tp<size>@<first GPU>-<last GPU>, and {example}")
+    if match[4] is not None and match[4] not in list(Role):
+        raise LayoutError(f"{part}: {match[4]!r} is no role; roles are {', '.join(Role)}; {example}")
+    role = Role(match[4] or Role.MIXED)
+    part = part.partition(":")[0]
     tp, first = int(match[1]), int(match[2])
     last = first if match[3] is None else int(match[3])
     if tp not in tp_sizes:
@@ -96,7 +156,7 @@ def _parse_engine(part: str, tp_sizes: Sequence[int], gpus: int, example: str) -
         raise LayoutError(f"{part}: GPU {last} does not exist, there are {gpus} (0 to {gpus - 1}); {example}")
     if first % tp:
         raise LayoutError(f"{part}: a TP {tp} group starts at a multiple of {tp}, not at GPU {first}; {example}")
-    return EngineSpec(first, tp)
+    return EngineSpec(first, tp), role
 
 
 def default_tp_sizes(gpus: int, heads: int, kv_heads: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
         name: e.g. `tp2@0-1`.
         state: `starting`, `ready`, `dead` (being restarted) or `failed` (given up).
         active: part of the active layout.
+        role: what it does there now, one of `core.layout.Role`.
         in_flight: accepted and unfinished requests on it.
         restarts: how often it was restarted since the start of the server.
         pids: process ids of its ranks.
@@ -37,6 +38,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     pids: list[int]
     leased_blocks: int | None = None
     free_blocks: int | None = None
+    role: str = "mixed"
 
 
 class RouterStatus(msgspec.Struct, frozen=True, tag=True):
@@ -227,12 +229,19 @@ class RankAnswer(msgspec.Struct, frozen=True):
     ended_s: float = 0.0
 
 
-class EngineReply(msgspec.Struct, frozen=True):
+class EngineReply(msgspec.Struct, frozen=True, tag=True):
     """An engine's reply to one call: an entry for each rank."""
 
     id: int
     epoch: int
     ranks: list[RankAnswer]
+
+
+class EngineNotice(msgspec.Struct, frozen=True, tag=True):
+    """An engine to the router, unasked, in order with its replies and outputs: one of `core.handover.HandoverNotice`,
+    as plain values and bytes."""
+
+    payload: dict[str, Any]
 
 
 FrontToRouter = (
@@ -253,4 +262,4 @@ decode_front_to_router = msgspec.msgpack.Decoder(FrontToRouter).decode
 decode_router_to_front = msgspec.msgpack.Decoder(RouterToFront).decode
 
 decode_engine_call = msgspec.msgpack.Decoder(EngineCall).decode
-decode_engine_reply = msgspec.msgpack.Decoder(EngineReply).decode
+decode_engine_reply = msgspec.msgpack.Decoder(EngineReply | EngineNotice).decode

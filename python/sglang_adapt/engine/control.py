@@ -14,11 +14,13 @@ from typing import Any
 
 import msgspec
 
+from sglang_adapt.core import handover
 from sglang_adapt.core.handoff import HandoffCall, to_plain
 from sglang_adapt.core.messages import EngineCall, RankAnswer
 from sglang_adapt.engine import kv
 from sglang_adapt.engine.copying import CopyRefusedError, KvCopies, handles_of
 from sglang_adapt.engine.handoff import EngineHandoff, StaleHandoffError
+from sglang_adapt.engine.handover import EngineHandover
 from sglang_adapt.engine.limits import limit
 from sglang_adapt.kv.adaptor import LeaseError
 from sglang_adapt.kv.plan import PlanError
@@ -81,7 +83,8 @@ class EngineControl:
         self.epoch = 0
 
     def started(self, scheduler: Any, rank: int, pool: EnginePool, gpus: tuple[int, ...]) -> None:
-        """The scheduler is built, on a shared pool: requests can move from here on, by `handoff` and `kv_map`.
+        """The scheduler is built, on a shared pool: requests can move from here on, by `handoff`, `handover`
+        and `kv_map`.
 
         Args:
             gpus: the deployment's GPUs of the engine's ranks.
@@ -91,16 +94,20 @@ class EngineControl:
         """
         copies = KvCopies(pool.engine, pool.geometry, gpus, rank, pool.region)
         handoff = EngineHandoff(scheduler, copies.start)
+        handing = EngineHandover(scheduler, copies)
 
         def move(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
             answer: dict[str, Any] = to_plain(handoff.answer(msgspec.convert(payload, HandoffCall)))
             return answer
 
+        def hand_over(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
+            return handover.to_plain(handing.answer(msgspec.convert(payload, handover.HandoverCall)))
+
         def map_regions(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
             copies.map(handles_of(payload["regions"]))
             return {}
 
-        self.handlers |= {"handoff": move, "kv_map": map_regions}
+        self.handlers |= {"handoff": move, "handover": hand_over, "kv_map": map_regions}
 
     def __call__(self, scheduler: Any, rank: int, call: EngineCall) -> RankAnswer:
         """Do what is asked, or say why not, with nothing changed."""

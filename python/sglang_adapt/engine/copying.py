@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_adapt.core.handoff import AdoptCall, PrecopyCall
+from sglang_adapt.core.handoff import AdoptCall, CarriedRequest, KvSource, PrecopyCall
 from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitCopier
 from sglang_adapt.kv.copy import DirectExecutor
 from sglang_adapt.kv.geometry import PoolGeometry
-from sglang_adapt.kv.lanes import Lane
-from sglang_adapt.kv.plan import CopyBatch, RequestCopy, batches_to
+from sglang_adapt.kv.lanes import NOW, Lane, Mark
+from sglang_adapt.kv.plan import CopyBatch, RequestCopy, SourcePlan, batches_to
 from sglang_adapt.kv.plan_build import build_plans
 from sglang_adapt.memory import Region, RegionHandle, attach
 
@@ -59,10 +59,22 @@ class KvCopies:
             if gpu != self._gpu and (gpu not in self._mapped or self._mapped[gpu].handle != handle):
                 self._mapped[gpu] = attach(handle, "read", self._own.device)
 
-    def start(self, call: AdoptCall | PrecopyCall) -> Callable[[], None]:
+    def pull(
+        self,
+        requests: Sequence[CarriedRequest],
+        sources: Sequence[KvSource],
+        blocks: list[list[int]],
+        after: Mark,
+    ) -> Callable[[], None]:
+        """Begin to copy the KV of requests into blocks that this rank has chosen itself, a list a request, after a
+        mark; as `start`."""
+        # A rank carries out its own part only, so its blocks can stand for those of the other ranks.
+        return self.start(AdoptCall(0, list(requests), [blocks] * len(self._gpus), sources=list(sources)), after)
+
+    def start(self, call: AdoptCall | PrecopyCall, after: Mark = NOW) -> Callable[[], None]:
         """Begin to copy what this rank's blocks of `call` are to hold; what is returned waits until it is there.
 
-        The copies from different GPUs run side by side.
+        The copies from different GPUs run side by side, each from `after` on.
 
         Raises:
             CopyRefusedError: a source GPU whose region is not mapped.
@@ -76,13 +88,19 @@ class KvCopies:
                 f"{self._engine}: the KV region of GPU {min(missing)} is not mapped on GPU {self._gpu}; "
                 f"send kv_map first"
             )
-        marks = [self._executor(plan.gpu).start(plan) for plan in plans if plan.units]
+        marks = [self._begin(self._executor(plan.gpu), plan, after) for plan in plans if plan.units]
 
         def wait() -> None:
             for mark in marks:
                 mark.wait()
 
         return wait
+
+    @staticmethod
+    def _begin(executor: DirectExecutor, plan: SourcePlan, after: Mark) -> Mark:
+        prepared = executor.prepare(plan)
+        executor.lane.after(after)
+        return executor.launch(prepared)
 
     def _executor(self, source: int) -> DirectExecutor:
         regions = {self._gpu: self._own, source: self._view(source)}

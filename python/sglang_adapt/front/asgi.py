@@ -270,6 +270,7 @@ def _engines(status: RouterStatus) -> dict[str, Any]:
                 "name": engine.name,
                 "state": engine.state,
                 "active": engine.active,
+                "role": engine.role,
                 "in_flight": engine.in_flight,
                 "restarts": engine.restarts,
                 "pids": engine.pids,

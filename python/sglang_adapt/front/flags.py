@@ -42,8 +42,9 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-layout",
         metavar="LAYOUT",
-        help="layout at start: engines that cover every GPU once, e.g. tp1@0,tp1@1 or tp2@0-1 (default: all GPUs "
-        "at the smallest TP size, or at --tp-size if that is given)",
+        help="layout at start: engines that cover every GPU once, e.g. tp1@0,tp1@1 or tp2@0-1, with roles if wanted, "
+        "e.g. tp1@0:prefill,tp1@1:decode (default: all GPUs at the smallest TP size, or at --tp-size if that is "
+        "given, without roles)",
     )
     group.add_argument(
         "--adapt-policy",

@@ -83,6 +83,11 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         else check_tp_sizes(_numbers(ours.adapt_tp_sizes), gpus, heads, kv_heads)
     )
     layout = _layout(ours.adapt_layout, first.tp_size, tp_sizes, gpus)
+    if layout.roles and len(tp_sizes) < 2:
+        raise SettingsError(
+            f"--adapt-layout {layout}: engines with roles hand requests over through a KV pool that they share, which "
+            f"there is with several TP sizes only; give more --adapt-tp-sizes than {tp_sizes[0]}, or no roles"
+        )
     if ours.adapt_policy == AdaptPolicy.AUTO and len(tp_sizes) < 2:
         raise SettingsError(
             f"--adapt-policy auto needs engines of several TP sizes to choose from, there is only TP {tp_sizes[0]}; "

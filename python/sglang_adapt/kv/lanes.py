@@ -25,6 +25,10 @@ class Mark:
         return self.event is None or bool(self.event.query())
 
 
+NOW = Mark(None)
+"""A mark that is reached."""
+
+
 class Lane:
     """A stream of its own on `device`, so that copies run beside an engine's work.
 

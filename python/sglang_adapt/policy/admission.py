@@ -145,6 +145,15 @@ def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
     )
 
 
+def decodes_within(job: Job, load: Load) -> bool:
+    """Would a job that has its first token from elsewhere meet its TPOT on the engine, and all that runs there still
+    meet theirs?"""
+    assert job.tpot_ms is not None
+    after = load.times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
+    takes = (load.tiers is None or job.tier in load.tiers) and load.requests < load.bounds.requests
+    return takes and after <= SAFETY * min(job.tpot_ms, load.tightest_tpot_ms)
+
+
 class Outcome(StrEnum):
     """What becomes of a request that arrives."""
 

@@ -23,6 +23,7 @@ from sglang_adapt.policy.admission import (
     Outcome,
     admit,
     aged_place,
+    decodes_within,
     forecast,
     is_late,
     place,
@@ -280,6 +281,15 @@ class Admission:
     def _job_of(self, record: _Record) -> Job:
         waited_ms = self._clock_ms() - record.arrived_ms
         return self._job(record.terms, record.tokens, record.most_output, waited_ms)
+
+    def decode_within(self, rid: str, engines: Sequence[Engine]) -> set[str]:
+        """The engines where a request that has its first token would keep its target, and what runs there its own: all
+        of them, if it has none."""
+        record = self._records.get(rid)
+        if record is None or record.terms.tpot_ms is None:
+            return {engine.name for engine in engines}
+        job = self._job_of(record)
+        return {load.engine for load in self._loads(engines) if decodes_within(job, load)}
 
     def priority(self, rid: str) -> int:
         """Stock's `priority` of a request: by what was promised. Old work counts as promised: it waits no longer."""

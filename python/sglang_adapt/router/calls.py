@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from sglang_adapt.core.messages import EngineCall, EngineReply
+from sglang_adapt.core.messages import EngineCall, EngineNotice, EngineReply
 from sglang_adapt.upstream import wire
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,14 @@ class EngineCalls:
 
     Args:
         send: puts one stock message on an engine's input; raises zmq.Again when nobody is connected.
+        noticed: called with an engine's name and what it has said unasked.
     """
 
-    def __init__(self, send: Callable[[str, bytes], None]) -> None:
+    def __init__(
+        self, send: Callable[[str, bytes], None], noticed: Callable[[str, dict[str, Any]], None] | None = None
+    ) -> None:
         self._send = send
+        self._noticed = noticed
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[str, EngineCall, asyncio.Future[EngineReply]]] = {}
         self._deaths: Counter[str] = Counter()
@@ -94,6 +98,12 @@ class EngineCalls:
     def on_reply(self, engine: str, data: bytes) -> None:
         """An engine's RpcReqOutput has come. One that nobody waits for any more is dropped."""
         reply = wire.reply_of(data)
+        if isinstance(reply, EngineNotice):
+            if self._noticed is not None:
+                self._noticed(engine, reply.payload)
+            else:
+                logger.warning("%s has something to say, and nobody listens", engine)
+            return
         engine_asked, call, future = self._open.get(reply.id, (None, None, None))
         if future is None or call is None or engine_asked != engine or call.epoch != reply.epoch or future.done():
             logger.warning("%s answered call %d of epoch %d, which nobody waits for", engine, reply.id, reply.epoch)

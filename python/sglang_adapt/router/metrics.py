@@ -84,7 +84,7 @@ class SwitchMetrics:
 
     def ended(self, switch: Switch, outcome: Outcome) -> None:
         """A switch has ended. One to the layout that serves already is none."""
-        if not switch.leaving:
+        if switch.before == switch.after:
             return
         ends = {"from": str(switch.before), "to": str(switch.after), "reason": switch.trigger.value}
         self._switches.labels(**self._labels, **ends, strategy=switch.strategy.value, outcome=outcome.value).inc()
@@ -131,3 +131,47 @@ class PlanMetrics:
         decision = "move" if plan.move else "stay" if plan.trigger is None else "wait"
         self._plans.labels(**self._labels, trigger=trigger, decision=decision).inc()
         (self._seconds.labels(**self._labels) if self._labels else self._seconds).observe(seconds)
+
+
+_HANDOVER_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class HandoverMetrics:
+    """Counts requests that go from an engine that prefills to one that decodes.
+
+    - `sglang_adapt:handovers_total{outcome}`: `handed_over`, `kept` (decoded where they were prefilled), `recomputed`,
+      `given_up`
+    - `sglang_adapt:handover_seconds`: from the word of the one engine to the answer of the other
+    - `sglang_adapt:handovers_waiting`: requests that wait for room now
+
+    Args and errors: as of `SwitchMetrics`, which is made before.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        self._labels = dict(labels)
+        names = tuple(labels)
+        self._requests = Counter(
+            "sglang_adapt:handovers", "Requests handed over after their prefill, by outcome.", (*names, "outcome")
+        )
+        self._seconds = Histogram(
+            "sglang_adapt:handover_seconds", "How long a hand-over took.", names, buckets=_HANDOVER_SECONDS
+        )
+        self._waiting = Gauge(
+            "sglang_adapt:handovers_waiting",
+            "Requests that wait for room at an engine that decodes.",
+            names,
+            multiprocess_mode="livesum",
+        )
+        for outcome in ("handed_over", "kept", "recomputed", "given_up"):
+            self._requests.labels(**self._labels, outcome=outcome)
+
+    def count(self, outcome: str, requests: int) -> None:
+        self._requests.labels(**self._labels, outcome=outcome).inc(requests)
+
+    def took(self, seconds: float) -> None:
+        (self._seconds.labels(**self._labels) if self._labels else self._seconds).observe(seconds)
+
+    def waits(self, requests: int) -> None:
+        (self._waiting.labels(**self._labels) if self._labels else self._waiting).set(requests)

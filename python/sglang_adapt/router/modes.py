@@ -37,12 +37,14 @@ from sglang_adapt.core.handoff import (
     to_plain,
 )
 from sglang_adapt.core.layout import EngineSpec, Layout
+from sglang_adapt.keeper import KeeperError
 from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.policy.carry import Costs, NoRoomError, Strategy
 from sglang_adapt.policy.planner import Trigger
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.handovers import Handovers
 from sglang_adapt.router.placing import Placing
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.precopy import Precopy
@@ -100,6 +102,7 @@ class Modes:
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
         self._kept: dict[EngineSpec, Export] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self.handovers = Handovers(router, pools, specs, self._is_mapped, self._map, self.engine_gone)
 
     @property
     def switching(self) -> bool:
@@ -127,7 +130,11 @@ class Modes:
         self._current = switch
         try:
             if switch.leaving:
+                await self.handovers.settle()
                 await self._run(switch)
+            elif switch.roles_change:
+                self._router.activate(layout)
+            if switch.before != switch.after:
                 logger.info("%s", switch)
         except SwitchRefusedError:
             self._ended(switch, Outcome.REFUSED)
@@ -141,12 +148,14 @@ class Modes:
             self._current = None
             # Blocks of engines that died on the way may have come back since.
             self._later(self._fill(self._router.layout.engines))
+            self.handovers.resume()
         self._ended(switch, Outcome.IMPAIRED if switch.failures else Outcome.SWITCHED)
         return switch
 
     def engine_ready(self, spec: EngineSpec) -> None:
         """An engine has been started again: give it its share of the blocks, if it is in the layout."""
         self._later(self._fill([spec]))
+        self.handovers.wake()
 
     def engine_gone(self) -> None:
         """All processes of an engine have ended and its blocks are free: the layout's engines get them."""
@@ -155,6 +164,7 @@ class Modes:
 
     def engine_lost(self, spec: EngineSpec, why: str) -> None:
         """An engine died: what it kept paused goes on elsewhere, from its tokens."""
+        self.handovers.engine_lost(spec)
         export = self._kept.pop(spec, None)
         if export is not None:
             self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
@@ -264,6 +274,13 @@ class Modes:
                     f"engines that enter layout {switch.after} hold requests of {most}; let it end first (strategy "
                     f"drain), keep it paused (strategy keep), or name a layout in which {at} stays"
                 )
+
+    def _is_mapped(self, spec: EngineSpec) -> bool:
+        try:
+            return self._mapped.get(spec) == (self._pools.deaths(spec), self._regions())
+        except KeeperError:
+            # One is being started again.
+            return False
 
     async def _map(self, spec: EngineSpec) -> None:
         """Let an engine map the KV regions of all GPUs, which it does once."""

@@ -275,6 +275,10 @@ class Pools:
         """Engines are about to copy: what they read and write is not given to anyone before `end_copy`."""
         return self._leases.begin_copy(batches, self.epoch)
 
+    def begin_reading(self, blocks: Mapping[int, Sequence[int]]) -> CopyTicket:
+        """As `begin_copy`, by GPU, where what is written is in the lease of the engine that writes it."""
+        return self._leases.begin_reading(blocks, self.epoch)
+
     def end_copy(self, ticket: CopyTicket) -> None:
         self._counts.clear()
         self._leases.end_copy(ticket, self.epoch)

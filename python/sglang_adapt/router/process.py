@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import setproctitle
 import uvloop
@@ -27,7 +28,7 @@ from sglang_adapt.router.limits import LimitKeeper
 from sglang_adapt.router.long_requests import Lengths
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.memory import KeptMemory, keeper_configs
-from sglang_adapt.router.metrics import PlanMetrics, SwitchMetrics, check_folder
+from sglang_adapt.router.metrics import HandoverMetrics, PlanMetrics, SwitchMetrics, check_folder
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
@@ -142,13 +143,14 @@ class _Process:
                 stranded=lambda: self._repair.wake(),
                 placed=self._placed,
                 long_waits=self._long_waits,
+                ended=self._request_ended,
             ),
             deaths_limit=max(1, self._config.restart_limit - 1),
             admission=admission,
             traffic=self._traffic,
             lengths=self._lengths(),
         )
-        self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data))
+        self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data), self._noticed)
 
     def _lengths(self) -> Lengths | None:
         """How long requests may become; None with a single TP size, where stock decides."""
@@ -208,6 +210,10 @@ class _Process:
             ended=self._switch_ended(),
         )
         self._readback = Readback(self._router, self.pools, self.modes, self._specs)
+        if self._args.any_server_args.enable_metrics:
+            handover = HandoverMetrics(self._args.any_server_args.extra_metric_labels or {})
+            told = self.modes.handovers.told
+            told.count, told.took, told.waits = handover.count, handover.took, handover.waits
         self.manager = self._make_manager(self.modes)
 
     def _make_ways(self) -> None:
@@ -288,6 +294,8 @@ class _Process:
         self._repair.wake()
         if self.manager is not None:
             self.manager.reassign()
+        if self.modes is not None:
+            self.modes.handovers.wake()
         self._lifecycle.report_if_ready()
         self._front.send_status()
 
@@ -295,6 +303,14 @@ class _Process:
         """What it has been given may need tighter limits, before the next prompt comes."""
         if self._limits is not None:
             self._limits.refresh([engine])
+
+    def _request_ended(self, engine: Engine) -> None:
+        if self.modes is not None:
+            self.modes.handovers.ended(engine)
+
+    def _noticed(self, name: str, payload: dict[str, Any]) -> None:
+        assert self.modes is not None, f"{name} hands requests over, but shares no KV pool"
+        self.modes.handovers.noticed(name, payload)
 
     async def _drain(self, timeout_s: float) -> None:
         await drain(timeout_s, self._router, self.modes, self._starts, self._supervisor, self._keepers)

@@ -36,7 +36,8 @@ class Readback:
         Returns:
             `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
             now, all have the same blocks to serve with; `switching_to`, `epoch`; `kept`: by engine, the requests that
-            it keeps; `engines`: state, requests in flight, and what the ranks say of lease and cache, or the error.
+            it keeps; `roles`: what each engine of the layout does now; `handovers`: see `Handovers.said`; `engines`:
+            state, requests in flight, and what the ranks say of lease and cache, or the error.
         """
         entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
         engines = dict(zip(self._specs, entries, strict=True))
@@ -46,6 +47,8 @@ class Readback:
             "serving": [name for name, entry in engines.items() if self._router.sends_to(name) and _confirmed(entry)],
             "switching_to": None if to is None else str(to),
             "epoch": self._pools.epoch,
+            "roles": {name: role.value for name, role in self._router.roles.items()},
+            "handovers": self._modes.handovers.said(),
             "kept": {str(spec): count for spec, count in self._modes.kept.items()},
             "engines": engines,
         }

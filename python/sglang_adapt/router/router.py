@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import zmq
 
-from sglang_adapt.core.layout import Layout
+from sglang_adapt.core.layout import Layout, Role
 from sglang_adapt.core.messages import EngineStatus, RouterStatus
 from sglang_adapt.policy.dispatch import LeastLoaded
+from sglang_adapt.policy.roles import roles_now
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
@@ -38,6 +39,7 @@ class Outlets:
         stranded: called when requests have lost their engine.
         placed: called with an engine that has been sent a request.
         long_waits: called when a request has come that no engine of the layout holds.
+        ended: called with an engine whose request has ended, or gone.
     """
 
     tokenizer: Callable[[bytes], None]
@@ -49,6 +51,7 @@ class Outlets:
     stranded: Callable[[], None] = lambda: None
     placed: Callable[[Engine], None] = lambda engine: None
     long_waits: Callable[[], None] = lambda: None
+    ended: Callable[[Engine], None] = lambda engine: None
 
 
 _MAY_SERVE = (EngineState.STARTING, EngineState.READY, EngineState.DEAD)
@@ -73,6 +76,7 @@ class Router:
 
     Attributes:
         long: requests that not every engine holds.
+        roles: what the engines of the layout do now. New requests go to those that are not `decode`.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Router:
         self.engines: dict[str, Engine] = {}
         self.accepting = True
         self._active = {engine.name for engine in layout.engines}
+        self.roles = _named_roles(layout)
         self._dispatch: LeastLoaded[str] = LeastLoaded()
         self._where: dict[str, Engine] = {}
         self.moving = Engine("moving", send=self._hold_abort, state=EngineState.READY)
@@ -156,6 +161,7 @@ class Router:
                     name=engine.name,
                     state=engine.state.value,
                     active=engine.name in self._active,
+                    role=self.roles.get(engine.name, Role.MIXED).value,
                     in_flight=len(engine.in_flight),
                     restarts=engine.restarts,
                     pids=engine.pids,
@@ -175,7 +181,8 @@ class Router:
     def engine_ready(self, engine: Engine) -> None:
         """An engine has answered its warm-up request: dispatch to it if its layout is active."""
         engine.state = EngineState.READY
-        if engine.name in self._active and engine.name not in self._dispatch:
+        self._set_roles()
+        if engine.name in self._active and engine.name not in self._dispatch and self._reads(engine.name):
             self._dispatch.add(engine.name)
         for request in self._control.engine_up(engine.name):
             self._send(engine, request)
@@ -188,6 +195,7 @@ class Router:
         engine.state = state
         if engine.name in self._dispatch:
             self._dispatch.remove(engine.name)
+        self._set_roles()
         self._control.engine_lost(engine.name, why)
         self.strand(engine, list(engine.in_flight), why)
         if not self._may_serve():
@@ -214,6 +222,28 @@ class Router:
             return True
         names = self.engines if self.long.may_bind else self._active
         return self.long.held_by_one((name for name in names if self.engines[name].state in _MAY_SERVE), rid)
+
+    def _reads(self, name: str) -> bool:
+        """Does an engine of the layout get new requests?"""
+        return self.roles.get(name) is not Role.DECODE
+
+    def _set_roles(self) -> None:
+        """An engine has come or gone, or the layout is another one: who does what, and who gets new requests."""
+        up = {name for name in self._active if self._is_ready(name)}
+        before, self.roles = self.roles, roles_now(_named_roles(self.layout), up)
+        if self.roles != before:
+            logger.info("roles: %s", ", ".join(f"{name} {role}" for name, role in self.roles.items()))
+        if self._paused or not self.layout.roles:
+            return
+        for name in self._active:
+            if name in self._dispatch and not self._reads(name):
+                self._dispatch.remove(name)
+            elif name in up and name not in self._dispatch and self._reads(name):
+                engine = self.engines[name]
+                self._dispatch.add(name, len(engine.in_flight), sum(engine.in_flight.values()))
+
+    def _is_ready(self, name: str) -> bool:
+        return name in self.engines and self.engines[name].state is EngineState.READY
 
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
         """Requests have lost their engine; `repair.Repair` places them. One that has lost too many ends with a 503."""
@@ -260,8 +290,9 @@ class Router:
         return min(holding, key=lambda engine: self._dispatch.load(engine.name), default=None)
 
     def sends_to(self, name: str) -> bool:
-        """May this engine get the next request?"""
-        return name in self._dispatch
+        """May this engine get the next request, from a client or from an engine that has prefilled it?"""
+        takes_over = self.roles.get(name) is Role.DECODE and self._is_ready(name) and not self._paused
+        return name in self._dispatch or takes_over
 
     def take_up(self, engine: Engine, rids: Iterable[str]) -> None:
         """Stranded requests are an engine's now."""
@@ -318,8 +349,9 @@ class Router:
         self.layout = layout
         self._active = {engine.name for engine in layout.engines}
         self._paused = False
+        self._set_roles()
         for name, engine in self.engines.items():
-            if name not in self._active:
+            if name not in self._active or not self._reads(name):
                 if name in self._dispatch:
                     self._dispatch.remove(name)
             elif engine.state is EngineState.READY and name not in self._dispatch:
@@ -342,6 +374,24 @@ class Router:
     def attach(self, engine: Engine, rids: Iterable[str]) -> None:
         """Requests on the move have arrived at an engine, which is out of dispatch or gets them as further load."""
         self._hand_over(self.moving, engine, rids)
+
+    def arrive(self, engine: Engine, rids: Iterable[str]) -> None:
+        """Requests that moved alone, outside of a switch, are an engine's; so are their aborts. It is told of those
+        whose clients have gone meanwhile."""
+        there = [rid for rid in rids if rid in self.moving.in_flight]
+        for rid in rids:
+            if rid not in there:
+                self._send(engine, wire.encode_abort(rid))
+        self.attach(engine, there)
+        self.carry_out_aborts(there)
+
+    def carry_out_aborts(self, there: Iterable[str]) -> None:
+        """Aborts of requests that were on the move, which go where the requests are now."""
+        there = set(there)
+        aborts = [rid for rid in self._held_aborts if rid in there]
+        self._held_aborts = [rid for rid in self._held_aborts if rid not in aborts]
+        for rid in aborts:
+            self._on_abort(wire.encode_abort(rid))
 
     def keep(self, engine: Engine, rids: Iterable[str]) -> None:
         """Requests on the move stay paused at an engine, until `unkeep`. An abort ends them at once."""
@@ -600,6 +650,11 @@ class Router:
             self._dispatch.release(engine.name, tokens)
             if self._waiters:
                 self._tell_waiters([rid])
+            self._out.ended(engine)
+
+
+def _named_roles(layout: Layout) -> dict[str, Role]:
+    return {spec.name: role for spec, role in layout.role_of.items()}
 
 
 def _meant(holder: Engine, data: bytes) -> list[str]:

@@ -214,6 +214,12 @@ class Switch:
         return [spec for spec in self.after.engines if spec not in self.before.engines]
 
     @property
+    def roles_change(self) -> bool:
+        """Do engines that stay get other roles?"""
+        after = self.after.role_of
+        return any(spec in after and after[spec] is not role for spec, role in self.before.role_of.items())
+
+    @property
     def pause_ms(self) -> float:
         pausing: tuple[Phase, ...] = ("export", "plan", "adopt")
         return sum(self.phases_ms.get(name, 0.0) for name in pausing)

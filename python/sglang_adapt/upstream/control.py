@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from sglang_adapt.core.messages import EngineCall, EngineReply, RankAnswer
+from sglang_adapt.core.messages import EngineCall, EngineNotice, EngineReply, RankAnswer
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.kv_pool import EnginePool
 from sglang_adapt.upstream.patch import PATCHES, Patch
@@ -47,7 +47,7 @@ class CallsOfTheRouter(Patch):
         if _control is None:
             raise RuntimeError("this process takes no calls of a router; call use_control before it serves")
         answer = _control(self, self.ps.tp_rank, call)
-        ranks = _at_rank_0(self, answer)
+        ranks = at_rank_0(self, answer)
         if ranks is not None:
             reply = wire.reply_message(EngineReply(call.id, call.epoch, ranks))
             self.ipc_channels.send_to_detokenizer.send_output(reply)
@@ -77,7 +77,13 @@ def finish_device_work(scheduler: Any) -> None:
         torch.cuda.synchronize()
 
 
-def _at_rank_0(scheduler: Any, answer: RankAnswer) -> list[RankAnswer] | None:
+def notify(scheduler: Any, payload: dict[str, Any]) -> None:
+    """Tell the router something unasked, from rank 0, in order with all other output; other ranks do nothing."""
+    if scheduler.ps.tp_rank == 0:
+        scheduler.ipc_channels.send_to_detokenizer.send_output(wire.notice_message(EngineNotice(payload)))
+
+
+def at_rank_0(scheduler: Any, answer: Any) -> list[Any] | None:
     """All ranks' answers in rank 0, None in the others."""
     import torch
 

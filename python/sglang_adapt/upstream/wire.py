@@ -16,6 +16,7 @@ import msgspec
 from sglang_adapt.core.messages import (
     AdmitRequest,
     EngineCall,
+    EngineNotice,
     EngineReply,
     decode_engine_call,
     decode_engine_reply,
@@ -363,8 +364,15 @@ def reply_message(reply: EngineReply) -> Any:
     return RpcReqOutput(success=not failed, message=b64encode(encode(reply)).decode())
 
 
-def reply_of(data: bytes) -> EngineReply:
-    """The reply in an encoded RpcReqOutput."""
+def notice_message(notice: EngineNotice) -> Any:
+    """The stock RpcReqOutput that carries a notice, as `reply_message`."""
+    from sglang.srt.managers.io_struct import RpcReqOutput
+
+    return RpcReqOutput(success=True, message=b64encode(encode(notice)).decode())
+
+
+def reply_of(data: bytes) -> EngineReply | EngineNotice:
+    """The reply or notice in an encoded RpcReqOutput."""
     from sglang.srt.managers.io_struct import msgpack_decode
 
     return decode_engine_reply(b64decode(msgpack_decode(data).message))

@@ -1,8 +1,9 @@
 """Taking running requests out of a stock scheduler and putting them into another one.
 
 `state` says what a request consists of, `pack` turns one into bytes and back, `refusals` names what cannot be carried;
-`quiesce` stops a scheduler, `held` keeps what it has given out, `export` and `adopt` are the two ends, `batch` makes
-requests run whose KV is there. `engine.handoff` is the way in.
+`quiesce` stops a scheduler, `held` keeps what it has given out, `export` and `adopt` are the two ends of a switch,
+`leave` and `arrive` those of a hand-over while all serve, `batch` makes requests run whose KV is there.
+`engine.handoff` and `engine.handover` are the ways in.
 """
 
 from sglang_adapt.upstream.handoff.adopt import AdoptError

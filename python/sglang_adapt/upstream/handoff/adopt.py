@@ -45,7 +45,7 @@ class Adoption:
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class Arrival:
     """A request that is ready to be taken up: its grammar built, its pages in token order."""
 
     unpacked: Unpacked
@@ -97,7 +97,7 @@ def adopt(
     laps.lap("drain")
     copies: list[Callable[[], None]] = []
 
-    def prepare() -> list[_Arrival]:
+    def prepare() -> list[Arrival]:
         if start_copy is not None:
             copies.append(start_copy())
             laps.lap("start copy")
@@ -113,7 +113,7 @@ def adopt(
     laps.lap("prepare")
     EngineLease.of(scheduler).bring_in([page for arrival in arrivals for page in arrival.pages])
     runs = [arrival for arrival in arrivals if arrival.runs]
-    _seat(scheduler, runs)
+    seat(scheduler, runs)
     join_running(scheduler, [arrival.req for arrival in runs])
     _queue(scheduler, [arrival for arrival in arrivals if not arrival.runs])
     laps.lap("take up")
@@ -132,7 +132,7 @@ def _prepare(
     blocks: Sequence[Sequence[int]],
     epoch: int,
     ahead: Ahead,
-) -> list[_Arrival]:
+) -> list[Arrival]:
     """All checks and all work that can fail; changes nothing but the engine's cache of grammars."""
     if len(blocks) != len(requests):
         raise AdoptError(f"{len(requests)} requests come with the blocks of {len(blocks)}")
@@ -147,18 +147,18 @@ def _prepare(
         there.add(carried.rid)
         unpacked, first = ahead.take(carried, scheduler, epoch)
         pages = [*first, *rest]
-        _check_fits(scheduler, carried, pages)
+        check_fits(scheduler, carried, pages)
         req = unpacked.req
         if unpacked.has_grammar and (carried.recompute or carried.kind is not RequestKind.WAITING or req.output_ids):
             rebuild_grammar(scheduler, req)
         runs = carried.kind is RequestKind.RUNNING and slots > 0
         slots -= runs
-        arrivals.append(_Arrival(unpacked, pages, runs))
+        arrivals.append(Arrival(unpacked, pages, runs))
     EngineLease.of(scheduler).pages.require_addable([page for arrival in arrivals for page in arrival.pages])
     return arrivals
 
 
-def _check_fits(scheduler: Any, carried: CarriedRequest, pages: Sequence[int]) -> None:
+def check_fits(scheduler: Any, carried: CarriedRequest, pages: Sequence[int]) -> None:
     needed = -(-carried.kv_tokens // scheduler.page_size)
     if len(pages) != needed:
         raise AdoptError(
@@ -173,7 +173,7 @@ def _check_fits(scheduler: Any, carried: CarriedRequest, pages: Sequence[int]) -
         )
 
 
-def _seat(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
+def seat(scheduler: Any, arrivals: Sequence[Arrival]) -> None:
     """Give requests their slots and make them the owners of their KV; the prefix cache gets it later."""
     from sglang.srt.managers.schedule_batch import ReqKvInfo
 
@@ -181,7 +181,7 @@ def _seat(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
         return
     pool, size = scheduler.req_to_token_pool, scheduler.page_size
     pool.alloc([arrival.req for arrival in arrivals])
-    rows = _slots(scheduler, [page for arrival in arrivals for page in arrival.pages]).to(torch.int32)
+    rows = slots_of(scheduler, [page for arrival in arrivals for page in arrival.pages]).to(torch.int32)
     lengths = [arrival.kv_tokens for arrival in arrivals]
     firsts = np.cumsum([0, *(len(arrival.pages) * size for arrival in arrivals)])[:-1]
     # One write for all: of each token its request's slot, its position, and where its row is.
@@ -201,7 +201,7 @@ def _seat(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
     cache_later(arrival.req for arrival in arrivals)
 
 
-def _queue(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
+def _queue(scheduler: Any, arrivals: Sequence[Arrival]) -> None:
     """Put requests into the waiting queue: those with KV before all others, its full pages in the prefix cache."""
     first = []
     for arrival in arrivals:
@@ -221,7 +221,7 @@ def _queue(scheduler: Any, arrivals: Sequence[_Arrival]) -> None:
     scheduler.waiting_queue = [*first, *scheduler.waiting_queue]
 
 
-def _cache(scheduler: Any, arrival: _Arrival) -> None:
+def _cache(scheduler: Any, arrival: Arrival) -> None:
     """Put the full pages of a request's KV into the prefix cache; the rest, and what it has already, is freed."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -254,12 +254,12 @@ def expect_prefill(req: Any, *, spilled: bool) -> None:
     req.temp_input_token_ids_logprobs_idx = None
 
 
-def _rows(scheduler: Any, arrival: _Arrival) -> torch.Tensor:
+def _rows(scheduler: Any, arrival: Arrival) -> torch.Tensor:
     """KV slots of a request's tokens in order, int64 `[kv_tokens]`."""
-    return _slots(scheduler, arrival.pages)[: arrival.kv_tokens]
+    return slots_of(scheduler, arrival.pages)[: arrival.kv_tokens]
 
 
-def _slots(scheduler: Any, pages: Sequence[int]) -> torch.Tensor:
+def slots_of(scheduler: Any, pages: Sequence[int]) -> torch.Tensor:
     """All KV slots of pages in order, int64 `[pages * page size]`."""
     size = scheduler.page_size
     first = torch.tensor(pages, dtype=torch.int64, device=scheduler.token_to_kv_pool_allocator.device) * size

@@ -31,7 +31,6 @@ def join_running(scheduler: Any, reqs: Sequence[Any]) -> None:
 
 
 def _decode_batch(scheduler: Any, reqs: list[Any]) -> Any:
-    from sglang.srt.managers.overlap_utils import RelayPayload
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -55,11 +54,28 @@ def _decode_batch(scheduler: Any, reqs: list[Any]) -> Any:
     batch.orig_seq_lens = lengths.to(device, torch.int32)
     batch.seq_lens_sum = int(lengths.sum())
     batch.multimodal_inputs = [None] * len(reqs)
-    # The next forward reads its input ids from here.
-    scheduler.future_map.stash(batch.req_pool_indices, RelayPayload(bonus_tokens=last_tokens.to(device)))
+    _relay(scheduler, batch.req_pool_indices, last_tokens.to(device))
     batch.input_ids = None
     if batch.return_logprob:
         batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
         batch.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, scheduler.model_config.vocab_size)
     return batch
+
+
+def _relay(scheduler: Any, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Put last tokens, int64 `[n]`, where the next forward reads its input ids from.
+
+    In the order of forwards: one in flight may still write to a slot that a request has just left.
+    """
+    from sglang.srt.managers.overlap_utils import RelayPayload
+
+    if not (scheduler.enable_overlap and tokens.is_cuda):
+        scheduler.future_map.stash(slots, RelayPayload(bonus_tokens=tokens))
+        return
+    stream = scheduler.forward_stream
+    with scheduler.forward_stream_ctx:
+        stream.wait_stream(scheduler.schedule_stream)
+        scheduler.future_map.stash(slots, RelayPayload(bonus_tokens=tokens))
+    for tensor in (slots, tokens):
+        tensor.record_stream(stream)

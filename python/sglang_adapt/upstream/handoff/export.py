@@ -81,10 +81,10 @@ def snapshot(scheduler: Any, epoch: int, unit: int, laps: Laps) -> tuple[Snapsho
 
     def note() -> tuple[Snapshots, list[CarriedRequest]]:
         reqs = [req for req in scheduler.running_batch.reqs if reason_to_stay(req) is None]
-        tokens = [_kv_tokens(req, RequestKind.RUNNING) for req in reqs]
+        tokens = [kv_tokens_of(req, RequestKind.RUNNING) for req in reqs]
         told = Snapshots(epoch)
         size, first = scheduler.page_size, scheduler.ps.tp_rank == 0
-        pages = _pages(scheduler, reqs, tokens)
+        pages = pages_of(scheduler, reqs, tokens)
         requests = [told.add(req, row, size, unit, first) for req, row in zip(reqs, pages, strict=True)]
         return told, [request for request in requests if request is not None]
 
@@ -200,8 +200,8 @@ def _hand_out(scheduler: Any, staying: dict[str, str], told: Snapshots) -> tuple
         for req in reqs
         if req.rid not in staying
     ]
-    tokens = [_kv_tokens(req, kind) for req, kind in wanted]
-    pages = _pages(scheduler, [req for req, _ in wanted], tokens)
+    tokens = [kv_tokens_of(req, kind) for req, kind in wanted]
+    pages = pages_of(scheduler, [req for req, _ in wanted], tokens)
     parts = [
         _Part(
             req,
@@ -223,7 +223,7 @@ def _hand_out(scheduler: Any, staying: dict[str, str], told: Snapshots) -> tuple
     ]
 
 
-def _kv_tokens(req: Any, kind: RequestKind) -> int:
+def kv_tokens_of(req: Any, kind: RequestKind) -> int:
     """Tokens of a request that have KV. Raises ExportError if stock says otherwise."""
     if kind is RequestKind.WAITING:
         if req.kv is not None:
@@ -238,7 +238,7 @@ def _kv_tokens(req: Any, kind: RequestKind) -> int:
     return tokens
 
 
-def _pages(scheduler: Any, reqs: Sequence[Any], tokens: Sequence[int]) -> list[list[int]]:
+def pages_of(scheduler: Any, reqs: Sequence[Any], tokens: Sequence[int]) -> list[list[int]]:
     """Pages of each request's first tokens, in order; the device is asked once for all."""
     size, most = scheduler.page_size, max(tokens, default=0)
     if not most:

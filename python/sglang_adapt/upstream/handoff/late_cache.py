@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_adapt.upstream.patch import Patch
+from sglang_adapt.upstream.handoff.iteration import before_each_batch
 
 PER_ITERATION = 2
 """Requests that are cached before a batch; each takes about half a millisecond on the host."""
@@ -45,29 +45,14 @@ def forget() -> None:
     _waiting.clear()
 
 
-def cache_some(scheduler: Any) -> None:
-    """Put a few of the noted requests into the cache, as stock does after a prefill; same order on all ranks."""
+@before_each_batch
+def cache_some(scheduler: Any) -> bool:
+    """Put a few of the noted requests into the cache, as stock does after a prefill; same order on all ranks. Stock
+    knows no running request that is not cached."""
     from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
 
     for _ in range(min(PER_ITERATION, len(_waiting))):
         arrived = _waiting.popleft()
         if arrived.unchanged:
             maybe_cache_unfinished_req(arrived.req, scheduler.tree_cache)
-
-
-class CacheArrivals(Patch):
-    """Caches what has arrived, before each batch; stock knows no running request that is not cached.
-
-    Source: sglang/srt/managers/scheduler.py, the event loops.
-    """
-
-    target = "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run"
-    kind = "before"
-
-    @staticmethod
-    def hook(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _waiting:
-            cache_some(self)
-
-
-LATE_CACHE_PATCHES: tuple[type[Patch], ...] = (CacheArrivals,)
+    return False

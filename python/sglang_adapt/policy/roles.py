@@ -1,0 +1,55 @@
+"""Decisions about roles: who has which now, and where a request that has its first token goes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_adapt.core.layout import Role
+
+
+def roles_now(roles: Mapping[str, Role], up: Collection[str]) -> dict[str, Role]:
+    """What each engine of a layout does now: its role, but that all are mixed while one of the two kinds is missing.
+
+    Args:
+        roles: by engine, as the layout has them.
+        up: the engines that serve.
+    """
+    there = [roles[name] for name in roles if name in up]
+    reads = any(role is not Role.DECODE for role in there)
+    decodes = any(role is not Role.PREFILL for role in there)
+    return dict(roles) if (reads and decodes) or not there else dict.fromkeys(roles, Role.MIXED)
+
+
+@dataclass(frozen=True, slots=True)
+class Taker:
+    """An engine that may take a request over.
+
+    Attributes:
+        name: of the engine.
+        page: tokens of one of its blocks.
+        leased: its blocks on each rank.
+        held: tokens of the requests that it has, prompt and output, and of those on their way to it.
+        requests: how many these are.
+    """
+
+    name: str
+    page: int
+    leased: int
+    held: int
+    requests: int
+
+    @property
+    def free(self) -> int:
+        """Blocks that are free on each rank, about: each request has begun one more, and may soon need another."""
+        return self.leased - self.held // self.page - 2 * self.requests
+
+    def after(self, tokens: int) -> Taker:
+        """The same when a request with `tokens` tokens has come."""
+        return Taker(self.name, self.page, self.leased, self.held + tokens, self.requests + 1)
+
+
+def choose_taker(takers: Sequence[Taker], tokens: int) -> Taker | None:
+    """The engine with the most room, in tokens, for a request of `tokens` tokens; None if none has enough."""
+    best = max(takers, key=lambda taker: (taker.free * taker.page, -taker.requests), default=None)
+    return None if best is None or best.free < -(-tokens // best.page) + 2 else best

@@ -1,0 +1,488 @@
+"""Single requests that go from an engine that prefills to one that decodes, while both serve.
+
+A source says that requests have their first token, and holds them. They stay the source's, in `in_flight` and load,
+so that it gets fewer new ones, until an engine is found that has room (`policy.roles.choose_taker`). Then they are on
+the move for one call (`TakeOverCall`), and the taker's from its answer on. When it says that their KV has arrived, the
+source lets go. The ledgers know the copy from before the call until then, so that blocks of a source that dies
+meanwhile are given to nobody.
+
+What finds no room waits at its source, and goes on there after `MOST_WAIT_S`: a source that is full of such requests
+decodes them itself, so nothing can stand still. If the taker dies, its requests are computed again from their tokens,
+as any others of an engine that has died; if the source dies, a request on the move goes on at the taker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import msgspec
+
+from sglang_adapt.core.handoff import CarriedRequest, KvSource
+from sglang_adapt.core.handover import (
+    Arrived,
+    HandoverAnswer,
+    HandoverCall,
+    HandoverNotice,
+    KeepCall,
+    LeaveCall,
+    LetGoCall,
+    Prefilled,
+    TakeOverCall,
+    to_plain,
+)
+from sglang_adapt.core.layout import EngineSpec, Role
+from sglang_adapt.kv.leases import CopyTicket
+from sglang_adapt.kv.ledger_format import LedgerError
+from sglang_adapt.policy.roles import Taker, choose_taker
+from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
+from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.pools import Pools
+from sglang_adapt.router.router import Router
+
+logger = logging.getLogger(__name__)
+
+MOST_WAIT_S = 1.0
+"""How long a request may wait at its source for room elsewhere; then it is decoded there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A request that has its first token, held by the engine that gave it.
+
+    Attributes:
+        hold: the number by which the engine holds it.
+        deaths: how often the engine had died then.
+        blocks: by rank of the source, in token order.
+        since_s: when the router was told, by `time.monotonic`.
+    """
+
+    request: CarriedRequest
+    hold: int
+    source: EngineSpec
+    deaths: int
+    blocks: list[list[int]]
+    since_s: float
+
+    @property
+    def rid(self) -> str:
+        return self.request.rid
+
+
+@dataclass(eq=False)
+class _Move:
+    """Requests under way from one engine to another."""
+
+    source: EngineSpec
+    taker: EngineSpec
+    prompts: list[Prompt]
+    deaths: int
+    due: set[str]
+    arrived: asyncio.Future[None]
+
+    @property
+    def holds(self) -> list[int]:
+        return [prompt.hold for prompt in self.prompts]
+
+
+@dataclass
+class Told:
+    """What has become of requests so far, for `Handovers.said` and the metrics.
+
+    Attributes:
+        counts: `handed_over`, `kept` (decoded where they were prefilled, for want of room or of roles), `recomputed`
+            (their taker died) and `given_up` (by their clients, on the way).
+        count: called with an outcome and how many requests it had.
+        took: called with the seconds of each hand-over, from the source's word to the taker's answer.
+        waits: called with how many requests wait for room now.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    count: Callable[[str, int], None] = lambda outcome, requests: None
+    took: Callable[[float], None] = lambda seconds: None
+    waits: Callable[[int], None] = lambda requests: None
+
+    def add(self, outcome: str, requests: int) -> None:
+        if requests:
+            self.counts[outcome] += requests
+            self.count(outcome, requests)
+
+
+class Handovers:
+    """See the module.
+
+    Args:
+        router: where requests are, and which engine has which role.
+        pools: whose blocks are whose, and the way to the engines' ranks.
+        specs: all candidates by name.
+        is_mapped: can an engine read the KV of all GPUs?
+        map_regions: lets it; may raise.
+        blocks_came_back: called when there are free blocks for the layout's engines.
+        most_wait_s: see `MOST_WAIT_S`.
+
+    Attributes:
+        told: what has become of requests.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        pools: Pools,
+        specs: Mapping[str, EngineSpec],
+        is_mapped: Callable[[EngineSpec], bool],
+        map_regions: Callable[[EngineSpec], Awaitable[None]],
+        blocks_came_back: Callable[[], None],
+        most_wait_s: float = MOST_WAIT_S,
+    ) -> None:
+        self._router = router
+        self._pools = pools
+        self._specs = specs
+        self._is_mapped = is_mapped
+        self._map_regions = map_regions
+        self._blocks_came_back = blocks_came_back
+        self._most_wait_s = most_wait_s
+        self._waiting: dict[tuple[EngineSpec, int], Prompt] = {}
+        self._moves: list[_Move] = []
+        self._leaving: dict[EngineSpec, tuple[int, bool]] = {}
+        self._full: set[EngineSpec] = set()
+        self._mapping: set[EngineSpec] = set()
+        self._settling = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.told = Told()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait at their sources for room."""
+        return len(self._waiting)
+
+    def said(self) -> dict[str, int]:
+        """For the control endpoint: requests that wait, are under way, and what has become of others."""
+        return {"waiting": self.waiting, "under_way": sum(len(move.due) for move in self._moves), **self.told.counts}
+
+    # What happens.
+
+    def noticed(self, name: str, payload: dict[str, Any]) -> None:
+        """An engine has said something unasked."""
+        spec = self._specs[name]
+        if self._engine(spec).state is not EngineState.READY:
+            # It died after that: what is to be done for its requests is done already.
+            return
+        match msgspec.convert(payload, HandoverNotice):
+            case Prefilled(requests, holds, blocks):
+                deaths, now = self._pools.deaths(spec), monotonic()
+                for request, hold, mine in zip(requests, holds, blocks, strict=True):
+                    self._waiting[spec, hold] = Prompt(request, hold, spec, deaths, mine, now)
+                self._place()
+                self._look_again()
+            case Arrived(rids):
+                for move in [move for move in self._moves if move.taker == spec]:
+                    move.due.difference_update(rids)
+                    if not move.due and not move.arrived.done():
+                        move.arrived.set_result(None)
+
+    def ended(self, engine: Engine) -> None:
+        """A request of an engine has ended: there may be room for one that waits."""
+        spec = self._specs.get(engine.name)
+        if spec is not None:
+            self._full.discard(spec)
+        if self._waiting:
+            self._place()
+
+    def engine_lost(self, spec: EngineSpec) -> None:
+        """An engine has died; the router has stranded its requests."""
+        self._full.discard(spec)
+        for move in self._moves:
+            if move.taker == spec and not move.arrived.done():
+                move.arrived.set_exception(EngineGoneError(f"{spec} died before the KV had arrived"))
+        self.wake()
+
+    def wake(self) -> None:
+        """Roles, engines or time have changed: tell sources what they are, and place what waits."""
+        if self._settling:
+            return
+        for name, role in self._router.roles.items():
+            spec = self._specs[name]
+            if self._engine(spec).state is not EngineState.READY:
+                continue
+            if role is Role.PREFILL:
+                self._let_leave(spec, True)
+            elif self._router.layout.roles and not self._is_mapped(spec) and spec not in self._mapping:
+                self._mapping.add(spec)
+                self._start(self._map(spec))
+        for spec in list(self._leaving):
+            if self._router.roles.get(spec.name) is not Role.PREFILL:
+                self._let_leave(spec, False)
+        self._place()
+
+    # A switch of layout.
+
+    async def settle(self) -> None:
+        """Until `resume` nothing is handed over: what is under way arrives, what waits goes on at its source."""
+        self._settling = True
+        for spec in list(self._leaving):
+            self._let_leave(spec, False)
+        while self._tasks or self._waiting:
+            # After a source's answer there is no further word from it.
+            self._place()
+            if self._tasks:
+                await asyncio.wait(list(self._tasks))
+
+    def resume(self) -> None:
+        """The layout that serves from now on is known."""
+        self._settling = False
+        self.wake()
+
+    # Where requests go.
+
+    def _place(self) -> None:
+        """Let each request that waits go where it can go now."""
+        moves: dict[tuple[EngineSpec, EngineSpec], list[Prompt]] = {}
+        keep: dict[EngineSpec, list[int]] = {}
+        forget: dict[EngineSpec, list[int]] = {}
+        takers = self._takers() if self._waiting else {}
+        now = monotonic()
+        for prompt in list(self._waiting.values()):
+            source = prompt.source
+            if not self._lives(prompt):
+                pass
+            elif prompt.rid not in self._engine(source).in_flight:
+                forget.setdefault(source, []).append(prompt.hold)
+                self.told.add("given_up", 1)
+            elif (taker := self._taker(prompt, takers)) is not None:
+                moves.setdefault((source, taker), []).append(prompt)
+            elif (
+                self._settling
+                or self._router.roles.get(source.name) is not Role.PREFILL
+                or now - prompt.since_s >= self._most_wait_s
+            ):
+                keep.setdefault(source, []).append(prompt.hold)
+            else:
+                continue
+            del self._waiting[source, prompt.hold]
+        for (source, taker), prompts in moves.items():
+            self._begin(source, taker, prompts)
+        for source, holds in forget.items():
+            self._start(self._ask_source(source, LetGoCall(holds)))
+        for source, holds in keep.items():
+            self._start(self._keep(source, holds))
+        self.told.waits(len(self._waiting))
+
+    def _takers(self) -> dict[str, Taker]:
+        """The engines that can take requests over now."""
+        if self._settling:
+            return {}
+        takers = {}
+        for name, role in self._router.roles.items():
+            spec, engine = self._specs[name], self._router.engines[name]
+            ready = engine.state is EngineState.READY and self._is_mapped(spec)
+            if role is Role.PREFILL or not ready or spec in self._full:
+                continue
+            page = self._pools.settings.geometry.tokens_per_block(spec.tp)
+            coming = [prompt for move in self._moves if move.taker == spec for prompt in move.prompts]
+            on_the_way = [prompt for prompt in coming if prompt.rid in self._router.moving.in_flight]
+            held = sum(engine.in_flight.values()) + sum(len(self._router.journal[rid].ids) for rid in engine.in_flight)
+            held += sum(prompt.request.length for prompt in on_the_way)
+            requests = len(engine.in_flight) + len(on_the_way)
+            takers[name] = Taker(name, page, self._pools.counts(spec)[0], held, requests)
+        return takers
+
+    def _taker(self, prompt: Prompt, takers: dict[str, Taker]) -> EngineSpec | None:
+        """Who takes a request over; its room is noted."""
+        if self._router.roles.get(prompt.source.name) is not Role.PREFILL:
+            return None
+        room = [taker for taker in takers.values() if self._router.long.holds(taker.name, prompt.rid)]
+        taker = choose_taker(self._within_targets(prompt.rid, room), prompt.request.length)
+        # Its target is missed by less elsewhere than where prompts are read.
+        taker = taker or choose_taker(room, prompt.request.length)
+        if taker is None:
+            return None
+        takers[taker.name] = taker.after(prompt.request.length)
+        return self._specs[taker.name]
+
+    def _within_targets(self, rid: str, takers: list[Taker]) -> list[Taker]:
+        """Those of its tier that keep a request's target, and those of what they have."""
+        admission = self._router.admission
+        if admission is None:
+            return takers
+        within = admission.decode_within(rid, [self._router.engines[taker.name] for taker in takers])
+        return [taker for taker in takers if taker.name in within]
+
+    def _begin(self, source: EngineSpec, taker: EngineSpec, prompts: list[Prompt]) -> None:
+        """Requests are on the move from here on."""
+        rids = [prompt.rid for prompt in prompts]
+        try:
+            ticket = self._begin_copy(prompts)
+        except LedgerError as error:
+            # The source has named blocks that are not its own: nobody knows what it holds.
+            self._pools.kill(source, str(error))
+            return
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        move = _Move(source, taker, prompts, self._pools.deaths(taker), set(rids), arrived)
+        self._moves.append(move)
+        self._router.detach(self._engine(source), rids)
+        self._start(self._move(move, ticket))
+
+    async def _move(self, move: _Move, ticket: CopyTicket) -> None:
+        """Bring requests from one engine to another."""
+        try:
+            await self._take_over(move, ticket)
+        except Exception as error:
+            # A fault in this program: nobody knows what the engines hold.
+            logger.exception("handing requests over from %s to %s broke off", move.source, move.taker)
+            self._recompute([prompt.rid for prompt in move.prompts], str(error))
+            for spec in (move.source, move.taker):
+                if self._engine(spec).state is EngineState.READY:
+                    self._pools.kill(spec, "handing requests over broke off")
+            await self._gone(move)
+            self._end_copy(move, ticket)
+        finally:
+            self._moves.remove(move)
+        self._place()
+
+    async def _take_over(self, move: _Move, ticket: CopyTicket) -> None:
+        router = self._router
+        rids = [prompt.rid for prompt in move.prompts]
+        sources = [KvSource(list(move.source.gpus), prompt.blocks) for prompt in move.prompts]
+        try:
+            await self._ask(move.taker, TakeOverCall([prompt.request for prompt in move.prompts], sources))
+        except CallRefusedError as error:
+            logger.info("%s takes over nothing for now: %s", move.taker, error)
+            self._end_copy(move, ticket)
+            self._full.add(move.taker)
+            self._back_to_source(move, str(error))
+            return
+        except EngineCallError as error:
+            self._recompute(rids, str(error))
+            await self._gone(move)
+            self._end_copy(move, ticket)
+            await self._ask_source(move.source, LetGoCall(move.holds), move.prompts[0].deaths)
+            return
+        now = monotonic()
+        for prompt in move.prompts:
+            self.told.took(now - prompt.since_s)
+        self.told.add("handed_over", len(rids))
+        router.arrive(self._engine(move.taker), rids)
+        try:
+            await move.arrived
+        except EngineGoneError:
+            await self._gone(move)
+        self._end_copy(move, ticket)
+        await self._ask_source(move.source, LetGoCall(move.holds), move.prompts[0].deaths)
+
+    def _back_to_source(self, move: _Move, why: str) -> None:
+        """Nothing has changed but time: the requests wait at their source again."""
+        rids = [prompt.rid for prompt in move.prompts]
+        if not self._lives(move.prompts[0]):
+            self._recompute(rids, f"{move.source} died, and {why}")
+            return
+        self._router.arrive(self._engine(move.source), rids)
+        self._waiting |= {(move.source, prompt.hold): prompt for prompt in move.prompts}
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """What waits now has waited long enough then."""
+        if self._waiting:
+            asyncio.get_running_loop().call_later(self._most_wait_s, self.wake)
+
+    def _recompute(self, rids: Sequence[str], why: str) -> None:
+        there = [rid for rid in rids if rid in self._router.moving.in_flight]
+        self.told.add("recomputed", len(there))
+        self._router.strand(self._router.moving, there, why)
+        self._router.carry_out_aborts(there)
+
+    async def _gone(self, move: _Move) -> None:
+        """Wait until nothing copies any more: the taker's processes do that."""
+        await self._pools.gone(move.taker, move.deaths)
+
+    def _begin_copy(self, prompts: Sequence[Prompt]) -> CopyTicket:
+        """Note what is read. What is written is the taker's, and nobody else's before all its processes are gone."""
+        reads: dict[int, list[int]] = {}
+        for prompt in prompts:
+            for gpu, blocks in zip(prompt.source.gpus, prompt.blocks, strict=True):
+                reads.setdefault(gpu, []).extend(blocks)
+        return self._pools.begin_reading(reads)
+
+    def _end_copy(self, move: _Move, ticket: CopyTicket) -> None:
+        self._pools.end_copy(ticket)
+        if self._pools.deaths(move.source) != move.prompts[0].deaths:
+            # Blocks that were read until now have come back only now.
+            self._blocks_came_back()
+
+    async def _keep(self, source: EngineSpec, holds: Sequence[int]) -> None:
+        """Let a source go on with requests; those given up meanwhile it forgets."""
+        answers = await self._ask_source(source, KeepCall(list(holds)))
+        if answers is None:
+            return
+        kept = answers[0].kept
+        self.told.add("kept", len(kept))
+        gone = [hold for hold in holds if hold not in kept]
+        if gone:
+            self.told.add("given_up", len(gone))
+            await self._ask_source(source, LetGoCall(gone))
+
+    def _let_leave(self, spec: EngineSpec, on: bool) -> None:
+        """Tell an engine whether it hands requests over, if it does not know."""
+        deaths = self._pools.deaths(spec)
+        if self._leaving.get(spec, (deaths, False)) == (deaths, on):
+            return
+        if on:
+            self._leaving[spec] = (deaths, True)
+        else:
+            known = self._leaving.pop(spec, None)
+            if known is None or known[0] != deaths or self._engine(spec).state is not EngineState.READY:
+                return
+        self._start(self._tell(spec, on))
+
+    async def _tell(self, spec: EngineSpec, on: bool) -> None:
+        if await self._ask_source(spec, LeaveCall(on)) is not None:
+            logger.info("%s %s", spec, "hands requests over when it has prefilled them" if on else "is mixed again")
+
+    async def _map(self, spec: EngineSpec) -> None:
+        try:
+            await self._map_regions(spec)
+        except Exception as error:  # noqa: BLE001 -- told, and it takes over nothing until it is started again
+            logger.error("%s takes over no requests: %s", spec, error)
+            return
+        finally:
+            self._mapping.discard(spec)
+        self._place()
+
+    async def _ask_source(
+        self, spec: EngineSpec, call: HandoverCall, deaths: int | None = None
+    ) -> list[HandoverAnswer] | None:
+        """Ask an engine that holds requests; None if it has died, once more than `deaths` times."""
+        if deaths is not None and self._pools.deaths(spec) != deaths:
+            return None
+        try:
+            return await self._ask(spec, call)
+        except CallRefusedError as error:
+            # It holds requests that nobody can account for.
+            self._pools.kill(spec, str(error))
+        except EngineCallError as error:
+            logger.info("%s: %s", spec, error)
+        return None
+
+    async def _ask(self, spec: EngineSpec, call: HandoverCall) -> list[HandoverAnswer]:
+        """Ask an engine that is up; raises EngineCallError."""
+        if self._engine(spec).state is not EngineState.READY:
+            raise EngineGoneError(f"{spec} is down")
+        answers = await self._pools.ask(spec, "handover", to_plain(call))
+        return [msgspec.convert(answer, HandoverAnswer) for answer in answers]
+
+    def _lives(self, prompt: Prompt) -> bool:
+        """Does its source still hold it?"""
+        ready = self._engine(prompt.source).state is EngineState.READY
+        return ready and self._pools.deaths(prompt.source) == prompt.deaths
+
+    def _engine(self, spec: EngineSpec) -> Engine:
+        return self._router.engines[spec.name]
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,44 @@
+"""Who has which role now, and who takes a request over."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_adapt.core.layout import Role
+from sglang_adapt.policy.roles import Taker, choose_taker, roles_now
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+
+
+@pytest.mark.parametrize(
+    ("roles", "up", "now"),
+    [
+        ([P, D, D], {0, 1, 2}, [P, D, D]),
+        ([P, D, D], {0, 2}, [P, D, D]),
+        ([P, D, D], {0}, [M, M, M]),
+        ([P, D, D], {1, 2}, [M, M, M]),
+        ([P, D, M], {0, 2}, [P, D, M]),
+        ([P, D, M], {1, 2}, [P, D, M]),
+        ([P, P, M], {0, 1}, [M, M, M]),
+        ([P, D], set(), [P, D]),
+        ([M, M], {0}, [M, M]),
+    ],
+)
+def test_engines_are_mixed_while_a_role_is_missing(roles: list[Role], up: set[int], now: list[Role]) -> None:
+    named = {str(number): role for number, role in enumerate(roles)}
+    assert list(roles_now(named, {str(number) for number in up}).values()) == now
+
+
+def test_the_engine_with_the_most_room_in_tokens_takes_over() -> None:
+    small, large = Taker("small", 8, 100, 0, 0), Taker("large", 32, 40, 0, 0)
+    chosen = choose_taker([small, large], 200)
+    assert chosen is large
+    assert choose_taker([small, large.after(1000)], 200) is small
+    # 25 blocks, and two for what comes: 27 of 30 and of 26.
+    assert choose_taker([Taker("one", 8, 30, 0, 0)], 200) is not None
+    assert choose_taker([Taker("one", 8, 26, 0, 0)], 200) is None
+    assert choose_taker([], 1) is None
+
+
+def test_requests_that_run_need_blocks_soon() -> None:
+    assert Taker("one", 8, 100, 80, 5).free == 80
