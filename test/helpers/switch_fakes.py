@@ -121,7 +121,9 @@ class FakeEngine:
             tokens, blocks = self.running.pop(rid)
             self.holds += 1
             self.leaving[self.holds] = (rid, tokens, blocks)
-            told.requests.append(CarriedRequest(rid, RequestKind.RUNNING, tokens, tokens + 1, 500, None, b"-"))
+            told.requests.append(
+                CarriedRequest(rid, RequestKind.RUNNING, tokens, tokens + 1, self.most[rid], None, b"-")
+            )
             told.holds.append(self.holds)
             told.blocks.append(blocks)
         return read, told
@@ -139,6 +141,8 @@ class FakeEngine:
                     count = -(-request.kv_tokens // self.page)
                     if min(map(len, free)) < count:
                         raise CallRefusedError(f"{self.spec}: no room")
+                    assert request.most_tokens <= SETTINGS.request_tokens[self.spec.tp]
+                    self.most[request.rid] = request.most_tokens
                     made[request.rid] = (request.kv_tokens, [pages[:count] for pages in free])
                     free = [pages[count:] for pages in free]
                 self.coming |= made
