@@ -23,6 +23,7 @@ from sglang_adapt.kv.blocks import BlockState
 from sglang_adapt.policy.admission import Outcome as AdmissionOutcome
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.planner import Trigger
+from sglang_adapt.router.metrics import HANDOVER_OUTCOMES
 from sglang_adapt.router.switch import Outcome, Phase, Way
 
 pytestmark = pytest.mark.engine
@@ -39,7 +40,7 @@ WORDS: dict[str, set[str]] = {
     "to": LAYOUTS,
     "reason": set(Trigger),
     "strategy": set(Strategy),
-    "outcome": {*AdmissionOutcome, *Outcome},
+    "outcome": {*AdmissionOutcome, *Outcome, *HANDOVER_OUTCOMES},
     "phase": set(get_args(Phase)),
     "way": set(get_args(Way)),
     "which": {"ttft", "tpot"},

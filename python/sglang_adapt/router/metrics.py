@@ -133,6 +133,8 @@ class PlanMetrics:
         (self._seconds.labels(**self._labels) if self._labels else self._seconds).observe(seconds)
 
 
+HANDOVER_OUTCOMES = ("handed_over", "kept", "recomputed", "given_up")
+"""What becomes of a request that was read by a prefill engine (`handovers.Told`)."""
 _HANDOVER_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -164,7 +166,7 @@ class HandoverMetrics:
             names,
             multiprocess_mode="livesum",
         )
-        for outcome in ("handed_over", "kept", "recomputed", "given_up"):
+        for outcome in HANDOVER_OUTCOMES:
             self._requests.labels(**self._labels, outcome=outcome)
 
     def count(self, outcome: str, requests: int) -> None:
