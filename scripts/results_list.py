@@ -25,6 +25,18 @@ def facts(data: Any) -> Iterator[dict[str, Any]]:
             yield from facts(value)
 
 
+def cards_of(fact: dict[str, Any], path: Path) -> str:
+    """What it was measured on, e.g. "2 x NVIDIA H200"."""
+    if path.name.startswith("simulate_"):
+        return "simulated"
+    cards = fact.get("cards") or fact.get("card", "not told")
+    if not isinstance(cards, list):
+        cards = [cards]
+    if len(cards) == 1:
+        cards = cards * int(fact.get("gpus", 1))
+    return ", ".join(f"{cards.count(card)} x {card}" for card in sorted(set(map(str, cards))))
+
+
 def entry(path: Path) -> str:
     """One result file as an item of the list."""
     lines = [f"- `{path.name}`"]
@@ -32,14 +44,9 @@ def entry(path: Path) -> str:
     if not found:
         lines.append("  card, date and command were not kept by this early run")
     for fact in found:
-        cards = fact.get("cards") or fact.get("card", "not told")
-        if not isinstance(cards, list):
-            cards = [cards]
-        if len(cards) == 1:
-            cards = cards * int(fact.get("gpus", 1))
         versions = ", ".join(f"{name} {version}" for name, version in fact.get("versions", {}).items())
-        counted = ", ".join(f"{cards.count(card)} x {card}" for card in sorted(set(map(str, cards))))
-        lines.append(f"  {str(fact['date'])[:10]}; {counted}; {versions}; `{' '.join(str(fact['command']).split())}`")
+        parts = [str(fact["date"])[:10], cards_of(fact, path), versions, f"`{' '.join(str(fact['command']).split())}`"]
+        lines.append("  " + "; ".join(part for part in parts if part))
     return "\n".join(lines)
 
 
