@@ -84,6 +84,14 @@ def test_the_layout_is_seen_and_switched_by_hand(chromium: Any, narrow: Server) 
     page.close()
 
 
+def test_roles_are_seen(chromium: Any, narrow: Server) -> None:
+    roles = "tp1@0:prefill,tp1@1:decode"
+    assert httpx.post(f"{narrow.url}/adapt/layout", json={"layout": roles}, timeout=60).status_code == 200
+    seen = Seen(chromium, narrow, roles)
+    assert seen.page.locator(".engine .state").all_inner_texts() == ["prefills", "decodes"]
+    seen.page.close()
+
+
 def test_a_bad_order_is_refused_on_the_page(chromium: Any, narrow: Server) -> None:
     seen = Seen(chromium, narrow, NARROW)
     seen.page.get_by_label("Layout", exact=True).fill("tp3@0")

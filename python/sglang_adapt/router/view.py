@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from sglang_adapt.core.config import AdaptConfig
-from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.layout import EngineSpec, Role
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.router import Router
 
@@ -22,8 +22,8 @@ def view(config: AdaptConfig, router: Router, manager: Manager | None) -> dict[s
 
     Returns:
         `gpus`, `virtual`, `tp_sizes`; `layout`; `accepting`: False while the server drains; `engines`: a row each, with
-        their requests by tier, `running` and `reading` (before their first token); `waiting`: requests that no engine
-        has, by tier; `switching`: the switch that is under way, or None; `control`, `policy`, `trigger`, `reason`,
+        role and requests by tier, `running` and `reading` (before their first token); `waiting`: requests that no
+        engine has, by tier; `switching`: the switch that is under way, or None; `control`, `policy`, `trigger`, `reason`,
         `switches`: as in `GET /adapt/layout`; `planner`: what it wants and why, or None.
     """
     statuses = {status.name: status for status in router.status().engines}
@@ -43,6 +43,7 @@ def view(config: AdaptConfig, router: Router, manager: Manager | None) -> dict[s
                 **_place(spec),
                 "state": "starting" if status is None else status.state,
                 "active": status is not None and status.active,
+                "role": Role.MIXED.value if status is None else status.role,
                 "restarts": 0 if status is None else status.restarts,
                 "running": dict(running),
                 "reading": dict(reading),
