@@ -23,8 +23,8 @@ def view(config: AdaptConfig, router: Router, manager: Manager | None) -> dict[s
     Returns:
         `gpus`, `virtual`, `tp_sizes`; `layout`; `accepting`: False while the server drains; `engines`: a row each, with
         role and requests by tier, `running` and `reading` (before their first token); `waiting`: requests that no
-        engine has, by tier; `switching`: the switch that is under way, or None; `control`, `policy`, `trigger`, `reason`,
-        `switches`: as in `GET /adapt/layout`; `planner`: what it wants and why, or None.
+        engine has, by tier; `switching`: the switch that is under way, or None; `control`, `policy`, `trigger`,
+        `reason`, `switches`: as in `GET /adapt/layout`; `planner`: what it wants and why, or None.
     """
     statuses = {status.name: status for status in router.status().engines}
     on_engines: set[str] = set()
