@@ -81,6 +81,7 @@ def _run(url: str, browser: str, output: Path, seconds: float) -> None:
         _pictures(url, browser, output)
         stop.set()
         load.result()
+        clients.shutdown(cancel_futures=True)
 
 
 def _load(url: str, stop: threading.Event, clients: ThreadPoolExecutor) -> None:
