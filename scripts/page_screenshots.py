@@ -81,6 +81,9 @@ def _run(url: str, browser: str, output: Path, seconds: float) -> None:
         _pictures(url, browser, output)
         stop.set()
         load.result()
+        # What the last switch keeps paused ends when its engine is back.
+        httpx.post(f"{url}/adapt/layout", json={"layout": "tp2@0-1,tp2@2-3"}, timeout=60)
+        clients.shutdown(cancel_futures=True)
 
 
 def _load(url: str, stop: threading.Event, clients: ThreadPoolExecutor) -> None:
