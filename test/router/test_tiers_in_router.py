@@ -334,6 +334,17 @@ def test_report_has_times_and_forecasts() -> None:
     assert (report.terms, report.output_tokens, report.ended) == (Terms("strict", 100.0, 10.0), 11, "finished")
 
 
+@pytest.mark.parametrize("reason", [{"type": "abort", "message": "KV cache is full"}, {"type": "abort"}])
+def test_a_request_that_is_given_up_while_it_runs_has_met_nothing(reason: dict[str, str]) -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("r", "strict", tokens=20)
+    world.tokens("tp2@0-1", "r", [7], 1)
+    world.output("tp2@0-1", ["r"], [reason])
+    (report,) = world.reports
+    assert report.ended == "stopped" and report.met == (False, False)
+    world.check()
+
+
 def test_what_can_still_be_in_time_goes_before_what_is_late() -> None:
     world = Tiered("tp2@0-1")
     for rid, tokens in (("long", 80), ("late", 45), ("soon", 30)):

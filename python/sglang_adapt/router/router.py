@@ -625,9 +625,9 @@ class Router:
             if self.admission is not None:
                 self.admission.output(output.rid, output.total, engine)
                 if output.finished:
-                    self.admission.ended(output.rid, engine, finished=True)
+                    self.admission.ended(output.rid, engine, finished=not output.aborted)
             if output.finished:
-                if self._traffic is not None:
+                if self._traffic is not None and not output.aborted:
                     self._traffic.finished(output.rid, output.total)
                 self._end(engine, output.rid)
             elif (entry := self.journal.get(output.rid)) is not None:

@@ -146,6 +146,10 @@ class _TokenOutput(msgspec.Struct, tag="BatchTokenIDOutput", array_like=True):
     completion_tokens: list[int]
 
 
+class _Reason(msgspec.Struct):
+    type: str = ""
+
+
 class _EmbedOutputHead(msgspec.Struct, tag="BatchEmbeddingOutput", array_like=True):
     rids: list[str]
     http_worker_ipcs: msgspec.Raw
@@ -160,6 +164,8 @@ _TICKET_OF = msgspec.msgpack.Decoder(_Ticket)
 _ABORT = msgspec.msgpack.Decoder(_AbortHead)
 _EMBED_OUTPUT = msgspec.msgpack.Decoder(_EmbedOutputHead)
 _TOKEN_OUTPUT = msgspec.msgpack.Decoder(_TokenOutput)
+
+_REASON = msgspec.msgpack.Decoder(_Reason)
 
 _NIL = b"\xc0"
 _BYTES_PER_TOKEN = 8
@@ -237,19 +243,21 @@ class Output(NamedTuple):
         finished: this is its last output.
         decoded: token ids, int64: its new tokens, before them, in its first output, the end of its prompt.
         total: output tokens that it has now.
+        aborted: it is the last one because the request was given up, by its client or by the engine.
     """
 
     rid: str
     finished: bool
     decoded: bytes
     total: int
+    aborted: bool = False
 
 
 def token_outputs(data: bytes) -> list[Output]:
     """The requests in a batch of generated tokens."""
     batch = _TOKEN_OUTPUT.decode(data)
     return [
-        Output(rid, bytes(reason) != _NIL, ids[1], total)
+        Output(rid, bytes(reason) != _NIL, ids[1], total, _is_abort(reason))
         for rid, reason, ids, total in zip(
             batch.rids, batch.finished_reasons, batch.decode_ids, batch.completion_tokens, strict=True
         )
@@ -258,7 +266,15 @@ def token_outputs(data: bytes) -> list[Output]:
 
 def embed_outputs(data: bytes) -> list[Output]:
     """The requests in a batch of embeddings; each output is the last one of its request."""
-    return [Output(rid, True, b"", 0) for rid in _EMBED_OUTPUT.decode(data).rids]
+    batch = _EMBED_OUTPUT.decode(data)
+    return [
+        Output(rid, True, b"", 0, _is_abort(reason))
+        for rid, reason in zip(batch.rids, batch.finished_reasons, strict=True)
+    ]
+
+
+def _is_abort(reason: msgspec.Raw) -> bool:
+    return bytes(reason) != _NIL and _REASON.decode(reason).type == "abort"
 
 
 def encode_unavailable(rid: str, message: str) -> bytes:
