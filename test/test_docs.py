@@ -73,12 +73,17 @@ def test_a_command_can_be_typed(document: str, command: str) -> None:
 def check_python(rest: list[str]) -> None:
     if rest[0] == "-m":
         target, flags = rest[1], rest[2:]
-        assert importlib.util.find_spec(target) is not None, target
         if target in STOCK_TOOLS and importlib.util.find_spec(target.split(".")[0]) is None:
             pytest.skip(f"{target} is not installed")
+        assert importlib.util.find_spec(target) is not None, target
     else:
         target, flags = rest[0], rest[1:]
         assert (ROOT / target).exists(), target
+    if "--" in flags:
+        # What follows is for the servers that it starts.
+        flags, others = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
+        unknown = {flag for flag in others if flag.startswith("--")} - help_of("sglang_adapt.launch_server")
+        assert not unknown, unknown
     wanted = {flag.split("=")[0] for flag in flags if flag.startswith("--")}
     if target == "sglang_adapt.ctl":
         # Its flags belong to a command of its own.
