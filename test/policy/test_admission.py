@@ -16,6 +16,7 @@ from sglang_adapt.policy.admission import (
     admit,
     aged_place,
     forecast,
+    guarded_ms,
     is_feasible,
     is_late,
     place,
@@ -143,6 +144,23 @@ def test_room_is_left_for_what_is_to_be_expected() -> None:
     assert admit(loose, [load(9.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.BEST_EFFORT
     assert admit(loose, [load(10.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.FEASIBLE
     assert admit(strict, [load(9.0)], reject=False, waiting=0, queue_limit=9).outcome is Outcome.FEASIBLE
+
+
+def test_looser_work_has_room_where_a_step_is_most_of_a_stricter_target() -> None:
+    """A step of one request takes 7.3 ms here: three quarters of 10 ms would be as good as nothing."""
+    alone = H100.decode_ms(1, 1.0)
+    assert 7.0 < alone < 7.5
+    load = Load("a", H100, 2, 0, 2000.0, guard_ms=10.0)
+    assert 7.5 < guarded_ms(load) < SAFETY * 10.0
+    assert is_feasible(LOOSE, load, forecast(LOOSE, load))
+    many = Load("a", H100, 60, 0, 60_000.0, guard_ms=10.0)
+    assert not is_feasible(LOOSE, many, forecast(LOOSE, many)), "the stricter tier still finds room"
+
+
+def test_no_room_is_left_for_a_target_that_cannot_be_kept() -> None:
+    load = Load("a", H100, 60, 0, 60_000.0, guard_ms=5.0)
+    assert guarded_ms(load) == math.inf
+    assert is_feasible(LOOSE, load, forecast(LOOSE, load))
 
 
 def test_what_has_waited_is_promised_its_targets_if_they_can_still_be_met() -> None:

@@ -22,7 +22,8 @@ from sglang_adapt.policy.limits import SAFETY, STEPS, Bounds, chunk_tokens
 from sglang_adapt.policy.profile import Times
 
 FILL = 0.75
-"""Work without a promise, or with a looser one, may bring an engine to this part of a target that is to be expected."""
+"""Work without a promise, or with a looser one, may bring an engine to this part of a target that is to be expected, or
+of what the target leaves beside one request's step, whichever is more."""
 WINDOW_MS = 2000.0
 """Over this time the share of prompts in an engine's time is reckoned."""
 _MOST_SHARE = 0.95
@@ -141,8 +142,22 @@ def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
         and seen.ttft_ms <= SAFETY * job.ttft_ms
         and seen.tpot_ms <= SAFETY * job.tpot_ms
         and seen.others_tpot_ms <= SAFETY * load.tightest_tpot_ms
-        and (job.tpot_ms <= load.guard_ms or seen.others_tpot_ms <= FILL * load.guard_ms)
+        and (job.tpot_ms <= load.guard_ms or seen.others_tpot_ms <= guarded_ms(load))
     )
+
+
+def guarded_ms(load: Load) -> float:
+    """Up to which time between tokens an engine may take on looser work, so that a request that is to be expected still
+    finds its target kept. Infinite if it could not keep that target for one request alone: then there is nothing to
+    leave room for."""
+    if load.guard_ms < load.times.decode_ms(1, 1.0) / SAFETY:
+        return math.inf
+    return _part_ms(load, load.guard_ms)
+
+
+def _part_ms(load: Load, target_ms: float) -> float:
+    alone = load.times.decode_ms(1, 1.0)
+    return max(FILL * target_ms, alone + FILL * (SAFETY * target_ms - alone))
 
 
 def decodes_within(job: Job, load: Load) -> bool:
@@ -273,7 +288,7 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
         if (
             queued <= spare_ms
             and not found.full
-            and found.others_tpot_ms <= FILL * min(load.guard_ms, load.tightest_tpot_ms)
+            and found.others_tpot_ms <= min(guarded_ms(load), _part_ms(load, load.tightest_tpot_ms))
         ):
             return at
     return None
