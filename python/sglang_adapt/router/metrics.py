@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
+from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.planner import Plan, Trigger
 from sglang_adapt.router.switch import Outcome, Phase, Switch, Way
 
@@ -86,7 +87,7 @@ class SwitchMetrics:
         """A switch has ended. One to the layout that serves already is none."""
         if switch.before == switch.after:
             return
-        ends = {"from": str(switch.before), "to": str(switch.after), "reason": switch.trigger.value}
+        ends = {"from": _label(switch.before), "to": _label(switch.after), "reason": switch.trigger.value}
         self._switches.labels(**self._labels, **ends, strategy=switch.strategy.value, outcome=outcome.value).inc()
         for phase, ms in switch.phases_ms.items():
             self._phases.labels(**self._labels, phase=phase).observe(ms / 1e3)
@@ -177,3 +178,8 @@ class HandoverMetrics:
 
     def waits(self, requests: int) -> None:
         (self._waiting.labels(**self._labels) if self._labels else self._waiting).set(requests)
+
+
+def _label(layout: Layout) -> str:
+    """A layout without its roles, of which there are three for each engine: labels stay bounded."""
+    return str(Layout(layout.engines))
