@@ -67,6 +67,19 @@ def test_all_viewers_share_a_snapshot_and_nobody_is_asked_when_none_looks() -> N
     asyncio.run(story())
 
 
+def test_viewers_who_come_in_the_same_moment_are_bounded() -> None:
+    async def story() -> None:
+        page = live(Router(), most=2)
+        viewers = [page.look() for _ in range(5)]
+        for viewer in viewers[:2]:
+            await take(viewer, 1)
+        for viewer in viewers[2:]:
+            assert [event async for event in viewer] == []
+        assert page.viewers == 2
+
+    asyncio.run(story())
+
+
 def test_viewers_are_bounded() -> None:
     async def story() -> None:
         page = live(Router(), most=2)

@@ -85,6 +85,9 @@ class Live:
         return self._events()
 
     async def _events(self) -> AsyncIterator[bytes]:
+        if self._viewers >= self._most:
+            # Many have asked in the same moment: the page asks again, and is told.
+            return
         self._viewers += 1
         try:
             if self._task is None or self._task.done():
