@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -206,6 +207,7 @@ def prepare_process(*patches: type[Patch]) -> list[str]:
     from sglang_adapt.upstream.version import check_versions
 
     check_versions()
+    keep_progress_bars_to_threads()
     load_plugins()
     expected = patches
     if not has_cuda():
@@ -215,6 +217,16 @@ def prepare_process(*patches: type[Patch]) -> list[str]:
         expected = CPU_PATCHES + patches
     PATCHES.apply(*patches)
     return PATCHES.verify(*expected)
+
+
+def keep_progress_bars_to_threads() -> None:
+    """Let tqdm, which shows how far weights are loaded, lock its bars among the threads of this process alone.
+
+    Its own lock is for other processes as well: a named semaphore, which stays in /dev/shm when the process is killed.
+    """
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def assert_virtual_gpus() -> None:
