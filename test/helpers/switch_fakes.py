@@ -43,7 +43,6 @@ from sglang_adapt.core.handover import (
     Prefilled,
     TakeOverCall,
 )
-from sglang_adapt.core.handover import to_plain as handover_to_plain
 from sglang_adapt.core.layout import EngineSpec, candidate_engines, parse_layout
 from sglang_adapt.kv.ledger_format import ledger_bytes
 from sglang_adapt.kv.sizing import KvShape, size_pool
@@ -370,7 +369,7 @@ class Node:
             for rid in read:
                 self.world.tokens(name, rid, [7], len(self.router.journal[rid].ids) + 1)
             if told is not None:
-                self.modes.handovers.noticed(name, handover_to_plain(told))
+                self.modes.handovers.noticed(name, to_plain(told))
 
     async def _land(self, name: str, lives: int, rids: list[str]) -> None:
         """A copy has ended: the requests run."""
@@ -381,7 +380,7 @@ class Node:
             return
         for rid in rids:
             fake.running[rid] = fake.coming.pop(rid)
-        self.modes.handovers.noticed(name, handover_to_plain(Arrived(rids)))
+        self.modes.handovers.noticed(name, to_plain(Arrived(rids)))
         for rid in rids:
             if (name, rid) in self._aborted_coming:
                 self._aborted_coming.discard((name, rid))
@@ -516,7 +515,7 @@ class Node:
     ) -> list[dict[str, Any]]:
         fake = self.fakes[engine]
         if name == "handover":
-            return [handover_to_plain(fake.hand_over(call))] * fake.spec.tp
+            return [to_plain(fake.hand_over(call))] * fake.spec.tp
         if call is not None:
             return [to_plain(answer) for answer in fake.answer(call)]
         match name:

@@ -13,8 +13,8 @@ import zmq
 from router_fakes import World
 from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 
-from sglang_adapt.core.handoff import CarriedRequest, RequestKind
-from sglang_adapt.core.handover import Prefilled, to_plain
+from sglang_adapt.core.handoff import CarriedRequest, RequestKind, to_plain
+from sglang_adapt.core.handover import Prefilled
 from sglang_adapt.core.messages import EngineCall, EngineNotice, EngineReply, RankAnswer
 from sglang_adapt.engine.control import EngineControl
 from sglang_adapt.kv.adaptor import LeaseError

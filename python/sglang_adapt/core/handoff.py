@@ -319,8 +319,8 @@ decode_call = msgspec.msgpack.Decoder(HandoffCall).decode
 _decode_answer = msgspec.msgpack.Decoder(HandoffAnswer).decode
 
 
-def to_plain(message: HandoffCall | HandoffAnswer) -> dict[str, Any]:
-    """A message as the plain values and bytes that calls to an engine are made of."""
+def to_plain(message: msgspec.Struct) -> dict[str, Any]:
+    """A message as the plain values and bytes that calls to an engine, and what it says, are made of."""
     plain: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
     return plain
 

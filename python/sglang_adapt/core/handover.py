@@ -8,8 +8,6 @@ destination takes blocks out of its own lease. All ranks of an engine get a call
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from sglang_adapt.core.handoff import CarriedRequest, KvSource
@@ -88,9 +86,3 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 HandoverCall = LeaveCall | TakeOverCall | LetGoCall | KeepCall
 HandoverNotice = Prefilled | Arrived
-
-
-def to_plain(message: HandoverCall | HandoverNotice | HandoverAnswer) -> dict[str, Any]:
-    """A message as the plain values and bytes that calls and notices are made of."""
-    plain: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
-    return plain

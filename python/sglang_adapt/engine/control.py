@@ -101,7 +101,7 @@ class EngineControl:
             return answer
 
         def hand_over(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
-            return handover.to_plain(handing.answer(msgspec.convert(payload, handover.HandoverCall)))
+            return to_plain(handing.answer(msgspec.convert(payload, handover.HandoverCall)))
 
         def map_regions(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
             copies.map(handles_of(payload["regions"]))

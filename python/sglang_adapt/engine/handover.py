@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_adapt.core.handoff import CarriedRequest
+from sglang_adapt.core.handoff import CarriedRequest, to_plain
 from sglang_adapt.core.handover import (
     Arrived,
     HandoverAnswer,
@@ -15,7 +15,6 @@ from sglang_adapt.core.handover import (
     LetGoCall,
     Prefilled,
     TakeOverCall,
-    to_plain,
 )
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.engine.copying import KvCopies

@@ -150,14 +150,17 @@ def guarded_ms(load: Load) -> float:
     """Up to which time between tokens an engine may take on looser work, so that a request that is to be expected still
     finds its target kept. Infinite if it could not keep that target for one request alone: then there is nothing to
     leave room for."""
-    if load.guard_ms < load.times.decode_ms(1, 1.0) / SAFETY:
-        return math.inf
-    return _part_ms(load, load.guard_ms)
+    alone = _alone_ms(load)
+    return math.inf if load.guard_ms < alone / SAFETY else _part_ms(load.guard_ms, alone)
 
 
-def _part_ms(load: Load, target_ms: float) -> float:
-    alone = load.times.decode_ms(1, 1.0)
-    return max(FILL * target_ms, alone + FILL * (SAFETY * target_ms - alone))
+def _alone_ms(load: Load) -> float:
+    """A step of one request."""
+    return load.times.decode_ms(1, 1.0)
+
+
+def _part_ms(target_ms: float, alone_ms: float) -> float:
+    return max(FILL * target_ms, alone_ms + FILL * (SAFETY * target_ms - alone_ms))
 
 
 def decodes_within(job: Job, load: Load) -> bool:
@@ -288,7 +291,7 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
         if (
             queued <= spare_ms
             and not found.full
-            and found.others_tpot_ms <= min(guarded_ms(load), _part_ms(load, load.tightest_tpot_ms))
+            and found.others_tpot_ms <= min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
         ):
             return at
     return None

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_adapt.core.handoff import CarriedRequest, KvSource
+from sglang_adapt.core.handoff import CarriedRequest, KvSource, to_plain
 from sglang_adapt.core.handover import (
     Arrived,
     HandoverAnswer,
@@ -34,7 +34,6 @@ from sglang_adapt.core.handover import (
     LetGoCall,
     Prefilled,
     TakeOverCall,
-    to_plain,
 )
 from sglang_adapt.core.layout import EngineSpec, Role
 from sglang_adapt.kv.leases import CopyTicket

@@ -13,7 +13,7 @@ from sglang_adapt.core.layout import EngineSpec, Role
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.router import Router
 
-ALL = ""
+_NO_TIER = ""
 """Stands for the tier of all requests where there are no tiers."""
 
 
@@ -70,7 +70,7 @@ def _place(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _tier(router: Router, rid: str) -> str:
-    return ALL if router.admission is None else router.admission.tier_now(rid)
+    return _NO_TIER if router.admission is None else router.admission.tier_now(rid)
 
 
 def _switching(manager: Manager) -> dict[str, Any] | None:

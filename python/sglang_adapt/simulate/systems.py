@@ -135,7 +135,7 @@ def _run(
     node.run()
     if node.stop:
         return None
-    seconds = max(arrivals[-1].at_ms / 1e3, 1e-3)
+    seconds = _seconds(arrivals)
     judged = judge(node.requests, config, seconds)
     took = time.process_time() - began
     return Run(judged, system.layout, tuple(control.switches), seconds, took, node.batches, node.requests)
@@ -176,11 +176,16 @@ def split(
     if chosen is None:
         raise ValueError(f"{gpus} GPUs cannot be divided between {len(tiers)} tiers")
     requests = sorted((one for *_, part in chosen[1] for one in part.requests), key=lambda one: one.arrival.at_ms)
-    seconds = max(arrivals[-1].at_ms / 1e3, 1e-3)
+    seconds = _seconds(arrivals)
     notes = ", ".join(f"{tier}: {counted(part.first)}" for tier, _, _, part in chosen[1] if part.first is not None)
     batches = sum(part.batches for *_, part in chosen[1])
     took = time.process_time() - began
     return Run(judge(requests, config, seconds), None, (), seconds, took, batches, requests, notes)
+
+
+def _seconds(arrivals: Sequence[Arrival]) -> float:
+    """How long a load lasts, which is more than nothing."""
+    return max(arrivals[-1].at_ms / 1e3, 1e-3)
 
 
 def _good(one: Run, tier: str) -> int:

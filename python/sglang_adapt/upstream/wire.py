@@ -279,17 +279,18 @@ def _is_abort(reason: msgspec.Raw) -> bool:
 
 def encode_unavailable(rid: str, message: str) -> bytes:
     """The stock message that ends a request with a 503 and a text, for the tokenizer manager."""
-    from sglang.srt.managers.io_struct import AbortReq, msgpack_encode
-
-    reason = {"type": "abort", "message": message, "status_code": 503, "err_type": "ServiceUnavailable"}
-    return msgpack_encode(AbortReq(rid=rid, finished_reason=reason))
+    return _encode_end(rid, message, 503, "ServiceUnavailable")
 
 
 def encode_refused(rid: str, message: str) -> bytes:
     """The stock message that ends a request with a 400 and a text, for the tokenizer manager."""
+    return _encode_end(rid, message, 400, "BadRequestError")
+
+
+def _encode_end(rid: str, message: str, status_code: int, err_type: str) -> bytes:
     from sglang.srt.managers.io_struct import AbortReq, msgpack_encode
 
-    reason = {"type": "abort", "message": message, "status_code": 400, "err_type": "BadRequestError"}
+    reason = {"type": "abort", "message": message, "status_code": status_code, "err_type": err_type}
     return msgpack_encode(AbortReq(rid=rid, finished_reason=reason))
 
 

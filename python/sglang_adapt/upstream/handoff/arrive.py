@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_adapt.core.handoff import CarriedRequest
 from sglang_adapt.core.laps import Laps
-from sglang_adapt.kv.lanes import Mark
+from sglang_adapt.kv.lanes import NOW, Mark
 from sglang_adapt.upstream.handoff.adopt import AdoptError, Arrival, check_fits, seat
 from sglang_adapt.upstream.handoff.agree import on_all_ranks
 from sglang_adapt.upstream.handoff.batch import join_running
@@ -182,7 +182,7 @@ def _free(scheduler: Any, pages: Sequence[Sequence[int]]) -> None:
 def _after_batch(scheduler: Any) -> Mark:
     """Reached when the batch in flight, if there is one, is computed."""
     if scheduler.device == "cpu" or not scheduler.enable_overlap:
-        return Mark(None)
+        return NOW
     import torch
 
     event = torch.cuda.Event()
