@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
 
-from sglang_adapt.front.address import AddressError, check_address
+from sglang_adapt.core.ports import hold
+from sglang_adapt.front.address import AddressError, hold_address
 
 
 def test_a_taken_port() -> None:
@@ -16,19 +18,48 @@ def test_a_taken_port() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(AddressError, match=f"127.0.0.1:{port} cannot be listened on .*in use.*another --port"):
-            check_address("127.0.0.1", port)
-    check_address("127.0.0.1", port)
+            hold_address("127.0.0.1", port)
+    hold_address("127.0.0.1", port).close()
+
+
+def test_a_held_port_is_for_who_asks_for_just_this_one() -> None:
+    with hold(socket.AF_INET, ("127.0.0.1", 0)) as any_port:
+        port = any_port.getsockname()[1]
+    with hold_address("127.0.0.1", port):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+
+        async def listen_and_connect() -> None:
+            server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port)
+            async with server:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                assert await reader.read() == b""
+                writer.close()
+
+        asyncio.run(listen_and_connect())
+
+
+def test_a_port_that_was_refused_is_not_held() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(AddressError):
+            hold_address("127.0.0.1", port)
+    with socket.socket() as another:
+        another.bind(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536, 99999])
 def test_what_is_no_port(port: int) -> None:
     with pytest.raises(AddressError, match=f"--port {port} is not a port"):
-        check_address("127.0.0.1", port)
+        hold_address("127.0.0.1", port)
 
 
 def test_what_is_no_address_of_this_machine() -> None:
     with pytest.raises(AddressError, match="is not an address"):
-        check_address("1.2.3.4.5", 41099)
+        hold_address("1.2.3.4.5", 41099)
     # TEST-NET-1 (RFC 5737): nobody has it.
     with pytest.raises(AddressError, match="another --host"):
-        check_address("192.0.2.1", 41099)
+        hold_address("192.0.2.1", 41099)

@@ -156,3 +156,24 @@ def test_only_the_page_itself_is_without_key(method: str, path: str, allowed: bo
         auth_level=AuthLevel.ADMIN_OPTIONAL,
     )
     assert decision.allowed is allowed
+
+
+def test_the_end_of_the_http_server_is_told_before_stock_waits_for_the_warm_up() -> None:
+    told: list[str] = []
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        told.append((await receive())["type"])
+
+    async def says() -> dict[str, str]:
+        return {"type": "lifespan.shutdown"}
+
+    layer = AdaptLayer(
+        waits,
+        Link(None),  # type: ignore[arg-type]
+        1.0,
+        lambda: None,  # type: ignore[arg-type, return-value]
+        lambda: None,
+        stopped=lambda: told.append("stopped"),
+    )
+    asyncio.run(layer({"type": "lifespan"}, says, None))  # type: ignore[arg-type]
+    assert told == ["stopped", "lifespan.shutdown"]

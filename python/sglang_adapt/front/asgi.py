@@ -76,6 +76,7 @@ class AdaptLayer:
         reload: reads the tiers again, upon SIGHUP.
         started: called when the HTTP server is about to listen.
         stopping: called when the drain is over; ends what would else go on for ever.
+        stopped: called when the HTTP server has stopped, or could not listen.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class AdaptLayer:
         reload: Callable[[], Awaitable[Any]] | None = None,
         started: Callable[[], None] = lambda: None,
         stopping: Callable[[], None] = lambda: None,
+        stopped: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._link = link
@@ -99,6 +101,7 @@ class AdaptLayer:
         self._reload = reload
         self._started = started
         self._stopping = stopping
+        self._stopped = stopped
         self._reloads: set[asyncio.Future[Any]] = set()
         self._working = 0
         self._draining: asyncio.Task[None] | None = None
@@ -106,7 +109,7 @@ class AdaptLayer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, self._starting(send))
+            await self._app(scope, self._ending(receive), self._starting(send))
         elif scope["type"] == "http":
             await self._http(scope, receive, send)
         else:
@@ -121,6 +124,15 @@ class AdaptLayer:
                 if self._gate is not None:
                     keep_out_of_access_log()
             await send(message)
+
+        return wrapped
+
+    def _ending(self, receive: Receive) -> Receive:
+        async def wrapped() -> MutableMapping[str, Any]:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                self._stopped()
+            return message
 
         return wrapped
 

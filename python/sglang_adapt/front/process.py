@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +22,7 @@ from sglang_adapt.core.messages import RequestReport, RouterStatus
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.core.slo import Terms
 from sglang_adapt.front.accounting import Accounting
-from sglang_adapt.front.address import AddressError, check_address
+from sglang_adapt.front.address import AddressError, hold_address
 from sglang_adapt.front.asgi import AdaptLayer
 from sglang_adapt.front.flags import SettingsError
 from sglang_adapt.front.gate import Gate
@@ -76,7 +77,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     try:
         settings = make_settings(argv, run_dir, start_method)
         http = settings.server_args[settings.config.tp_sizes[0]]
-        check_address(http.host, http.port)
+        held = hold_address(http.host, http.port)
     except (SettingsError, LayoutError, AddressError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
@@ -126,6 +127,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         }
 
     live = Live(link.view, page_data)
+    stopped = threading.Event()
     if tiers.config is not None:
         # Until there is a handler.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -144,15 +146,18 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "gate": gate,
                 "started": accounting.begin,
                 "stopping": live.close,
+                "stopped": stopped.set,
                 "reload": None if gate is None else slo.reload,
             },
-            lambda args: _warm_up(args, link),
+            lambda args: _warm_up(args, stopped),
             LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes | slo.routes,
             {EVENTS_PATH: watching(live)},
         )
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_START_FAILED)
+    finally:
+        held.close()
 
 
 def _tell_limits(status: RouterStatus) -> None:
@@ -176,11 +181,12 @@ def _accounting(settings: Settings) -> Accounting:
     return Accounting(log, with_metrics, () if config is None else [tier.name for tier in config.tiers])
 
 
-def _warm_up(server_args: Any, link: RouterLink) -> None:
+def _warm_up(server_args: Any, stopped: threading.Event) -> None:
     """Wait until the HTTP server listens and the router's status is in, then send one request through everything.
 
     Raises:
         TimeoutError: it does not listen, or hears nothing of the router, in a minute.
+        ConnectionError: it has stopped, or could not listen; it has said why.
         OSError: the request fails.
     """
     url = server_args.url()
@@ -188,11 +194,16 @@ def _warm_up(server_args: Any, link: RouterLink) -> None:
     while True:
         try:
             _get(server_args, f"{url}/ready")
-            break
+            ready = True
         except OSError as error:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{url} is not ready after {_LISTEN_TIMEOUT_S:.0f} s: {error}") from error
-            time.sleep(0.05)
+            ready = False
+        # Somebody else may have answered.
+        if stopped.wait(0 if ready else 0.05):
+            raise ConnectionError(f"{url} has stopped before it was ready, or cannot be listened on")
+        if ready:
+            break
     _get(server_args, f"{url}/model_info")
     logger.info("ready: http://%s:%d, process %d", server_args.host, server_args.port, os.getpid())
 

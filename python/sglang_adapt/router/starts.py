@@ -14,6 +14,7 @@ import zmq
 
 from sglang_adapt.core.config import WARMUP_PROMPT, WARMUP_TOKENS
 from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.ports import hold
 from sglang_adapt.engine.process import rank_main
 from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.engine import Engine, EngineState
@@ -68,6 +69,7 @@ class EngineStarts:
         self._inputs: dict[EngineSpec, zmq.Socket] = {}
         self._outputs: dict[EngineSpec, Inbox] = {}
         self._starts: dict[EngineSpec, int] = {}
+        self._meeting: dict[EngineSpec, socket.socket] = {}
         self._waves = start_waves(args.config.candidates, args.config.start_in_turn)
         self._observer = make_observer(args.config, args.server_args)
         for spec in self._config.candidates:
@@ -114,7 +116,7 @@ class EngineStarts:
             tokenizer_ipc_name=f"{base}.out",
             detokenizer_ipc_name=f"{base}.out",
             rpc_ipc_name=f"{base}.rpc",
-            nccl_port=_free_port(),
+            nccl_port=self._meeting_port(spec),
         )
         return [
             RankStart(
@@ -141,8 +143,17 @@ class EngineStarts:
             for rank, gpu in enumerate(spec.gpus)
         ]
 
+    def _meeting_port(self, spec: EngineSpec) -> int:
+        """A TCP port on which an engine's ranks will meet, kept for them until they have."""
+        if spec in self._meeting:
+            self._meeting[spec].close()
+        self._meeting[spec] = hold(socket.AF_INET, ("127.0.0.1", 0))
+        port: int = self._meeting[spec].getsockname()[1]
+        return port
+
     def loaded(self, spec: EngineSpec, reports: dict[int, dict[str, Any]]) -> None:
         """All ranks of a start have loaded: the warm-up request is next."""
+        self._meeting[spec].close()
         self.infos[spec] = reports[0]
         run = self._supervisor.run_of(spec)
         self._router.engines[spec.name].pids = run.pids
@@ -179,11 +190,5 @@ class EngineStarts:
         """Read no more of what engines send."""
         for inbox in self._outputs.values():
             inbox.close()
-
-
-def _free_port() -> int:
-    """A TCP port that is free now, on which an engine's ranks will meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        for held in self._meeting.values():
+            held.close()
