@@ -7,21 +7,7 @@ tier by `x-adapt-tier`, which others ignore, so that stock and sglang_adapt get 
     python benchmark/bench_goodput.py --url http://127.0.0.1:30000 --model demo --rate 4 --times 1,2,4 \
         --tier strict:1:400:40 --tier loose:1:2000:80 --input 64 --output 32 --seconds 30 --json out.json
 
-Ours with a measured profile and stock in one run, each started and ended, is `compare_goodput.py`, on a quiet machine.
-
-One virtual GPU (about 5 minutes; 1x is to be what stock just meets, which on two quiet cores is 16 requests/s or more):
-
-    python benchmark/compare_goodput.py --virtual --layout tp1@0 --rate 20 --input 128 --output 48 --seconds 30 \
-        --tier strict:1:400:30 --tier loose:1:2000:80 --reject strict --json benchmark/results/goodput_cpu.json
-
-Two GPUs, Llama-3.1-8B shapes, Nitsum's targets, the first minute of the ServeGen windows at 1x, 2x and 4x (about 15
-minutes; MODELS/llama-3.1-8b has a config.json alone, TRACES is the folder of the traces):
-
-    python benchmark/compare_goodput.py --layout tp1@0,tp1@1 --token-ids --vocab 100000 --times 1,2,4 --count 360 \
-        --trace TRACES/servegen_code.csv TRACES/servegen_conversation.csv --longest 16384 \
-        --tier strict:1:300:10 --tier loose:1:300:20 --reject strict --json benchmark/results/goodput_2gpu.json \
-        --ours-flags "--adapt-start-method spawn" -- --model-path MODELS/llama-3.1-8b --load-format dummy \
-        --skip-tokenizer-init --attention-backend triton --sampling-backend pytorch --max-total-tokens 120000
+Whole systems, each started and ended, at several rates in one run: `compare_goodput.py`.
 """
 
 from __future__ import annotations
@@ -32,8 +18,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +49,14 @@ class TierLoad:
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of one request; times in ms, None where there were no such tokens."""
+    """What became of one request; times in ms, None where there were no such tokens; `at_s` from the load's start."""
 
     tier: str
     status: int
     ttft_ms: float | None
     tpot_ms: float | None
     tokens: int
+    at_s: float = 0.0
 
 
 def parse_tier(text: str) -> TierLoad:
@@ -99,7 +86,7 @@ def faster(requests: Sequence[Request], times: float) -> list[Request]:
 
 
 async def replay(
-    url: str,
+    url: str | Mapping[str, str],
     model: str,
     requests: Sequence[Request],
     tiers: Sequence[TierLoad],
@@ -110,6 +97,7 @@ async def replay(
     """Send requests at their times; returns what became of each, and the seconds in which they arrived.
 
     Args:
+        url: of the server, or of each tier's.
         vocab: token ids are drawn below this.
         token_ids: ask sglang's `/generate`, which needs no tokenizer, and not `/v1/completions`.
     """
@@ -126,7 +114,8 @@ async def replay(
                 path, body = "/generate", _generate_body(request, prompt)
             else:
                 path, body = "/v1/completions", _completions_body(model, request, prompt)
-            return await _send(session, url + path, body, tier)
+            base = url if isinstance(url, str) else url[tier.name]
+            return replace(await _send(session, base + path, body, tier), at_s=request.arrival_s)
 
         seen = await asyncio.gather(*map(one, requests, chosen, prompts))
     return list(seen), max(request.arrival_s for request in requests)
@@ -180,24 +169,27 @@ async def _send(session: aiohttp.ClientSession, url: str, body: dict[str, Any], 
     return Seen(tier.name, 200, (first - sent) * 1000, tpot, tokens)
 
 
+def met(one: Seen, tier: TierLoad) -> tuple[bool, bool]:
+    """Whether a request met the targets of its tier: TTFT, TPOT (which one token meets)."""
+    if one.ttft_ms is None:
+        return False, False
+    return one.ttft_ms <= tier.ttft_ms, one.tpot_ms is None or one.tpot_ms <= tier.tpot_ms
+
+
 def judge(seen: Sequence[Seen], tiers: Sequence[TierLoad], seconds: float) -> dict[str, dict[str, float | int | None]]:
     """By tier and in `total`: sent, refused, failed, met TTFT, TPOT and both, goodput, percentiles."""
     targets = {tier.name: tier for tier in tiers}
     groups = {tier.name: [one for one in seen if one.tier == tier.name] for tier in tiers} | {"total": list(seen)}
     judged = {}
     for name, group in groups.items():
-        ttft = [one.ttft_ms is not None and one.ttft_ms <= targets[one.tier].ttft_ms for one in group]
-        tpot = [
-            one.ttft_ms is not None and (one.tpot_ms is None or one.tpot_ms <= targets[one.tier].tpot_ms)
-            for one in group
-        ]
-        good = sum(a and b for a, b in zip(ttft, tpot, strict=True))
+        both = [met(one, targets[one.tier]) for one in group]
+        good = sum(ttft and tpot for ttft, tpot in both)
         judged[name] = {
             "sent": len(group),
             "refused": sum(one.status == 429 for one in group),
             "failed": sum(one.status not in (200, 429) for one in group),
-            "met_ttft": sum(ttft),
-            "met_tpot": sum(tpot),
+            "met_ttft": sum(ttft for ttft, _ in both),
+            "met_tpot": sum(tpot for _, tpot in both),
             "good": good,
             "goodput_rps": round(good / seconds, 3),
             "attainment": round(good / len(group), 4) if group else None,
@@ -246,31 +238,48 @@ def check_load(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         parser.error("give --rate or --trace")
 
 
+@dataclass(frozen=True)
+class Load:
+    """One load: the name of its trace or `Poisson`, and the multiple of its rate."""
+
+    name: str
+    times: float
+    trace: Path | None = None
+
+
+def loads_of(options: argparse.Namespace) -> list[Load]:
+    """All loads that the flags ask for, in order."""
+    return [
+        Load("Poisson" if trace is None else trace.stem, float(times), trace)
+        for trace in options.trace or [None]
+        for times in options.times.split(",")
+    ]
+
+
+def requests_of(load: Load, options: argparse.Namespace) -> list[Request]:
+    """What is sent of a load; the same at each call."""
+    if load.trace is None:
+        rng = random.Random(options.seed)
+        return poisson(options.rate * load.times, options.seconds, options.input, options.output, rng)
+    requests = faster(read_trace(load.trace, options.count, options.divide), load.times)
+    return [one for one in requests if one.input_tokens + one.output_tokens <= options.longest]
+
+
 def measure(name: str, url: str, model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Send all loads to a server, one after the other; a dict for each."""
     runs = []
-    for trace in options.trace or [None]:
-        for times in (float(part) for part in options.times.split(",")):
-            requests = _requests(trace, times, options)
-            seen, seconds = asyncio.run(
-                replay(url, model, requests, options.tier, options.seed, options.vocab, options.token_ids)
-            )
-            judged = judge(seen, options.tier, seconds)
-            what = "Poisson" if trace is None else trace.stem
-            print(
-                f"{name}, {what} at {times:g}x, {len(requests)} requests in {seconds:.1f} s\n{table(judged)}",
-                flush=True,
-            )
-            runs.append({"load": what, "times": times, "seconds": round(seconds, 2), "tiers": judged})
+    for load in loads_of(options):
+        requests = requests_of(load, options)
+        seen, seconds = asyncio.run(
+            replay(url, model, requests, options.tier, options.seed, options.vocab, options.token_ids)
+        )
+        judged = judge(seen, options.tier, seconds)
+        print(
+            f"{name}, {load.name} at {load.times:g}x, {len(requests)} requests in {seconds:.1f} s\n{table(judged)}",
+            flush=True,
+        )
+        runs.append({"load": load.name, "times": load.times, "seconds": round(seconds, 2), "tiers": judged})
     return runs
-
-
-def _requests(trace: Path | None, times: float, options: argparse.Namespace) -> list[Request]:
-    if trace is None:
-        rng = random.Random(options.seed)
-        return poisson(options.rate * times, options.seconds, options.input, options.output, rng)
-    requests = faster(read_trace(trace, options.count, options.divide), times)
-    return [one for one in requests if one.input_tokens + one.output_tokens <= options.longest]
 
 
 def main() -> None:

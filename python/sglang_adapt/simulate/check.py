@@ -67,15 +67,22 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     tiers: dict[str, dict[str, float | None]]
 
 
+class MeasuredSystem(msgspec.Struct, frozen=True):
+    """A system and its runs; ours also says what its engines are."""
+
+    kind: str
+    layout: str
+    runs: tuple[MeasuredRun, ...]
+    engines: Engines | None = None
+
+
 class Measured(msgspec.Struct, frozen=True):
     """A result of `compare_goodput.py`."""
 
-    layout: str
-    profile: Profile
+    gpus: int
     load: Sent
-    engines: Engines
-    ours: tuple[MeasuredRun, ...] = ()
-    stock: tuple[MeasuredRun, ...] = ()
+    systems: dict[str, MeasuredSystem]
+    profile: Profile | None = None
 
 
 def check(path: Path, within: str = "0.10:0.15") -> tuple[str, dict[str, Any]]:
@@ -111,7 +118,7 @@ def check(path: Path, within: str = "0.10:0.15") -> tuple[str, dict[str, Any]]:
                 shown = (f"{real:g}" if real is not None else "-", f"{ours:g}" if ours is not None else "-")
                 rows.append((system, one.load, f"{one.times:g}", tier, figure, *shown, f"{error:+.0%}"))
     if not found:
-        raise CheckError(f"{path} has no run of ours or of stock")
+        raise CheckError(f"{path} has no run of a system with one layout; those alone are simulated")
     goodput = [abs(one["error"]) for one in found if one["figure"] == GOODPUT]
     percentiles = [abs(one["error"]) for one in found if one["figure"] != GOODPUT]
     right = sum(error <= most_goodput for error in goodput) + sum(error <= most_percentile for error in percentiles)
@@ -141,14 +148,13 @@ def _read(path: Path) -> Measured:
 
 
 def _simulated(path: Path, known: Measured) -> Iterator[tuple[str, MeasuredRun, dict[str, dict[str, Any]]]]:
+    """Runs of systems with one layout: what follows the traffic, or is made of several servers, is not simulated."""
+    engines = next((system.engines for system in known.systems.values() if system.engines is not None), None)
+    if known.profile is None or engines is None:
+        raise CheckError(f"{path} has no system of ours, whose profile would be needed")
     sizes = tuple(sorted(size.tp for size in known.profile.sizes))
-    shape = Shape(known.engines.chunk, known.engines.page, known.engines.requests, known.engines.kv_tokens)
+    shape = Shape(engines.chunk, engines.page, engines.requests, engines.kv_tokens)
     hardware = of_profile(known.profile, path.name, sizes, shape, 0)
-    gpus = _gpus(path, known.layout)
-    try:
-        layout = parse_layout(known.layout, sizes, gpus)
-    except LayoutError as error:
-        raise CheckError(f"{path}: {error}") from None
     config = SloConfig(
         tuple(
             Tier(
@@ -161,18 +167,17 @@ def _simulated(path: Path, known: Measured) -> Iterator[tuple[str, MeasuredRun, 
         ),
         known.load.tiers[-1].name,
     )
-    for name, runs in (("ours", known.ours), ("stock", known.stock)):
-        for one in runs:
+    for name, measured in known.systems.items():
+        if not measured.layout:
+            continue
+        try:
+            layout = parse_layout(measured.layout, sizes, known.gpus)
+        except LayoutError as error:
+            raise CheckError(f"{path}: {name}: {error}") from None
+        for one in measured.runs:
             arrivals = _arrivals(known.load, one)
-            simulated = run(System(hardware, gpus, layout, admission=name == "ours"), arrivals, config)
+            simulated = run(System(hardware, known.gpus, layout, admission=measured.kind == "static"), arrivals, config)
             yield name, one, simulated.judged
-
-
-def _gpus(path: Path, layout: str) -> int:
-    try:
-        return sum(int(engine.split("@")[0].strip().removeprefix("tp")) for engine in layout.split(","))
-    except ValueError:
-        raise CheckError(f"{path}: {layout!r} is no layout") from None
 
 
 def _arrivals(load: Sent, one: MeasuredRun) -> list[Arrival]:
