@@ -37,6 +37,9 @@ class Link:
     async def drain(self, timeout_s: float) -> None:
         return None
 
+    def close(self) -> None:
+        return None
+
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers 503 on /generate and 200 elsewhere, with the path as the body."""

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_adapt.core.messages import LayoutAnswer
 from sglang_adapt.front.layout_api import PATH, PLAN_PATH, LayoutApi, rates_of
+from sglang_adapt.front.link import LinkClosedError
 
 ORDER = b'{"layout": "tp2@0-1", "strategy": "migrate"}'
 
@@ -17,11 +18,14 @@ ORDER = b'{"layout": "tp2@0-1", "strategy": "migrate"}'
 class Link:
     """The router: what it was asked, and what it answers."""
 
-    def __init__(self, answer: LayoutAnswer | None) -> None:
+    def __init__(self, answer: LayoutAnswer | None, closed: bool = False) -> None:
+        self.closed = closed
         self.asked: list[tuple[str, str, str]] = []
         self._answer = answer
 
     async def layout(self) -> LayoutAnswer:
+        if self.closed:
+            raise LinkClosedError("the server is shutting down")
         if self._answer is None:
             raise TimeoutError
         return self._answer
@@ -136,3 +140,12 @@ def test_a_plan_is_asked_for_by_rates() -> None:
     assert (status, json.loads(answer), link.rates) == (200, DONE.body, {"strict": 5.0})
     status, answer = asyncio.run(handler(b"rates=x", "10.0.0.7"))
     assert (status, json.loads(answer)["code"]) == (400, "bad_rates")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "said"), [("GET", PATH, b""), ("POST", PATH, ORDER), ("GET", PLAN_PATH, b"rates=1")]
+)
+def test_who_asks_a_server_that_stops_is_told_so(method: str, path: str, said: bytes) -> None:
+    handler = LayoutApi(Link(DONE, closed=True), has_key=False).routes[method, path]  # type: ignore[arg-type]
+    status, answer = asyncio.run(handler(said, None))
+    assert (status, json.loads(answer)["code"]) == (503, "draining")

@@ -139,6 +139,9 @@ class AdaptLayer:
 
     def _start_reload(self) -> None:
         assert self._reload is not None
+        if self._draining is not None:
+            logger.info("the tiers are not read again: the server is shutting down")
+            return
         task = asyncio.ensure_future(self._reload())
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
@@ -167,6 +170,7 @@ class AdaptLayer:
                 break
             await asyncio.sleep(0.05)
         self._stopping()
+        self._link.close()
         assert self._stop_server is not None
         self._stop_server(signal.SIGTERM, None)
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
+from sglang_adapt.core.messages import LayoutAnswer
 from sglang_adapt.front.errors import Refusal, error_body
-from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.link import LinkClosedError, RouterLink
 from sglang_adapt.policy.carry import Strategy
 
 PATH = "/adapt/layout"
@@ -63,11 +63,7 @@ class LayoutApi:
         return {("GET", PATH): self.get, ("POST", PATH): self.post, ("GET", PLAN_PATH): self.plan}
 
     async def get(self, body: bytes, client: str | None) -> Answer:
-        try:
-            answer = await self._link.layout()
-        except TimeoutError:
-            return refuse(503, "no_router", "the router does not answer; the server is starting or broken")
-        return _body(answer.status, answer.body)
+        return await _answered(self._link.layout())
 
     async def post(self, body: bytes, client: str | None) -> Answer:
         if not self._has_key and not is_loopback(client):
@@ -78,18 +74,13 @@ class LayoutApi:
             example = '{"layout": "tp2@0-1", "strategy": "auto"}'
             strategies = ", ".join(Strategy)
             return refuse(400, "bad_request", f"{error}; send {example}; strategies are {strategies}")
-        answer = await self._link.switch(order.layout, order.strategy.value, order.reason)
-        return _body(answer.status, answer.body)
+        return await _answered(self._link.switch(order.layout, order.strategy.value, order.reason))
 
     async def plan(self, query: bytes, client: str | None) -> Answer:
         rates = rates_of(query.decode("ascii", "replace"))
         if isinstance(rates, str):
             return refuse(400, "bad_rates", f"{rates}; give ?rates=strict:5,loose:20, or ?rates=20 without tiers")
-        try:
-            answer = await self._link.plan(rates)
-        except TimeoutError:
-            return refuse(503, "no_router", "the router does not answer; the server is starting or broken")
-        return _body(answer.status, answer.body)
+        return await _answered(self._link.plan(rates))
 
 
 def rates_of(query: str) -> dict[str, float] | str:
@@ -126,10 +117,17 @@ def is_loopback(client: str | None) -> bool:
     return (mapped or address).is_loopback
 
 
-def _body(status: int, body: dict[str, Any]) -> Answer:
-    if status != 200:
-        return refuse(status, body["code"], body["message"])
-    return 200, json.dumps(body).encode()
+async def _answered(asked: Awaitable[LayoutAnswer]) -> Answer:
+    """What the router says, or why it says nothing."""
+    try:
+        answer = await asked
+    except TimeoutError:
+        return refuse(503, "no_router", "the router does not answer; the server is starting or broken")
+    except LinkClosedError as error:
+        return refuse(503, "draining", str(error))
+    if answer.status != 200:
+        return refuse(answer.status, answer.body["code"], answer.body["message"])
+    return 200, json.dumps(answer.body).encode()
 
 
 def refuse_stranger(what: str, client: str | None) -> Answer:
