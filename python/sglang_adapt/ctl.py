@@ -28,8 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     layout.add_argument(
         "--strategy",
         choices=[strategy.value for strategy in Strategy],
-        default=Strategy.AUTO.value,
-        help="what becomes of running requests (default: %(default)s)",
+        help=f"what becomes of running requests (default: {Strategy.AUTO}); not with layout auto",
     )
     return parser
 
@@ -40,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     url = f"{options.url.rstrip('/')}/adapt/layout"
     body = None
     if options.layout is not None:
-        order = {"layout": options.layout, "strategy": options.strategy, "reason": "asked for by ctl"}
+        order = {"layout": options.layout, "reason": "asked for by ctl"}
+        if options.strategy is not None:
+            order["strategy"] = options.strategy
         body = json.dumps(order).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     if options.api_key is not None:

@@ -71,13 +71,18 @@ def test_another_machine_needs_a_key(client: str) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"tp2@0-1", "malformed"),
+        (b"", "the body is empty"),
+        (b" \n", "the body is empty"),
+        (b"tp2@0-1", "the body is not JSON: JSON is malformed"),
+        (b'{"layout": "tp2@0-1"', "the body is not JSON"),
+        (b'{"layout": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"layout": "tp2@0-1", "\\udc00": 1}', "half of a surrogate pair"),
         (b"[]", "Expected `object`"),
         (b"{}", "missing required field `layout`"),
         (b'{"layout": 2}', "Expected `str`"),
         (b'{"layout": "tp2@0-1", "strategy": "teleport"}', "Invalid enum value 'teleport'"),
         (b'{"layout": "tp2@0-1", "when": 3}', "unknown field `when`"),
-        (b"\xff", ""),
+        (b'{"layout": "\xff"}', "the body is not UTF-8 (byte 12)"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_an_example(body: bytes, reason: str) -> None:
@@ -86,6 +91,20 @@ def test_what_cannot_be_read_is_refused_with_an_example(body: bytes, reason: str
     assert reason in answer["message"]
     assert "strategies are auto, migrate, keep, drain, recompute" in answer["message"]
     assert link.asked == []
+
+
+@pytest.mark.parametrize("reason", ["two\nlines", "x" * 201, "\u2028"])
+def test_a_reason_is_a_line_of_the_log(reason: str) -> None:
+    status, answer, link = post(json.dumps({"layout": "tp2@0-1", "reason": reason}).encode(), None)
+    assert (status, link.asked) == (400, [])
+    assert "reason: give one line of at most 200 characters" in answer["message"]
+
+
+def test_the_planner_takes_no_strategy() -> None:
+    status, answer, link = post(b'{"layout": "auto", "strategy": "keep"}', None)
+    assert (status, link.asked) == (400, [])
+    assert "strategy keep would mean nothing; leave it out" in answer["message"]
+    assert post(b'{"layout": "auto"}', None)[2].asked == [("auto", "auto", "asked for over HTTP")]
 
 
 @pytest.mark.parametrize("status", [400, 409, 500, 503])
@@ -121,6 +140,8 @@ def test_rates(query: str, rates: dict[str, float]) -> None:
         ("", "'' is not a rate"),
         ("rates=many", "'many' is not a rate"),
         ("rates=strict:", "'strict:' is not a rate"),
+        ("rates=1_0", "'1_0' is not a rate"),
+        ("rates=%EF%BC%91", "'１' is not a rate"),
         ("rates=strict:-1", "is not a rate from 0"),
         ("rates=strict:nan", "is not a rate from 0"),
         ("rates=strict:inf", "is not a rate from 0"),

@@ -171,7 +171,7 @@ def test_an_operators_order_holds_until_control_is_given_back() -> None:
         # It is still told what would be better.
         assert decided is not None
         assert str(decided.wanted) == TWO
-        story.manager.release()
+        story.manager.release("test")
         await story.window(1)
         assert (story.layout, story.manager.said()["control"]) == (TWO, "planner")
 
@@ -195,7 +195,7 @@ def test_who_may_decide_by_each_policy() -> None:
         await story.manager.order(parse_layout(TWO, (1, 2), 2), Strategy.AUTO, "by hand")
         assert story.layout == TWO
         with pytest.raises(OrderRefusedError, match="--adapt-policy auto"):
-            story.manager.release()
+            story.manager.release("test")
         with pytest.raises(OrderRefusedError, match="--adapt-policy auto"):
             await story.manager.what_if({})
         assert story.manager.said()["planner"] is None

@@ -17,6 +17,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from sglang_adapt.core.digits import number
 from sglang_adapt.core.messages import LayoutAnswer
 from sglang_adapt.front.errors import Refusal, error_body
 from sglang_adapt.front.link import LinkClosedError, RouterLink
@@ -25,6 +26,12 @@ from sglang_adapt.policy.carry import Strategy
 PATH = "/adapt/layout"
 PLAN_PATH = "/adapt/plan"
 MAX_RATE_RPS = 1e6
+MAX_REASON = 200
+"""Characters of why a layout is asked for."""
+_HOW = (
+    'send {"layout": "tp2@0-1", "strategy": "auto"}, or {"layout": "auto"} to let the planner decide; strategies are '
+    + ", ".join(Strategy)
+)
 Answer = tuple[int, bytes]
 Handler = Callable[[bytes, str | None], Awaitable[Answer]]
 """`handler(said, client)`: the request's body, of a GET its query string, and the client's address; gives HTTP
@@ -36,12 +43,13 @@ class LayoutOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         layout: engines that cover every GPU once, e.g. `tp1@0,tp1@1`; `auto`: what the planner decides from now on.
-        strategy: what becomes of requests of engines that leave.
-        reason: for the log.
+        strategy: what becomes of requests of engines that leave (default: `auto`); not with layout `auto`, which moves
+            nothing by itself.
+        reason: for the log, which has a line for each switch.
     """
 
     layout: str
-    strategy: Strategy = Strategy.AUTO
+    strategy: Strategy | None = None
     reason: str = "asked for over HTTP"
 
 
@@ -68,19 +76,47 @@ class LayoutApi:
     async def post(self, body: bytes, client: str | None) -> Answer:
         if not self._has_key and not is_loopback(client):
             return refuse_stranger("the layout can be changed", client)
+        if not body.strip():
+            return refuse(400, "bad_request", f"the body is empty; {_HOW}")
         try:
             order = msgspec.json.decode(body, type=LayoutOrder)
-        except msgspec.DecodeError as error:
-            example = '{"layout": "tp2@0-1", "strategy": "auto"}'
-            strategies = ", ".join(Strategy)
-            return refuse(400, "bad_request", f"{error}; send {example}; strategies are {strategies}")
-        return await _answered(self._link.switch(order.layout, order.strategy.value, order.reason))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return refuse(400, "bad_request", f"{_fault(body, error)}; {_HOW}")
+        if len(order.reason) > MAX_REASON or not order.reason.isprintable():
+            return refuse(
+                400, "bad_request", f"reason: give one line of at most {MAX_REASON} characters; it goes to the log"
+            )
+        if order.layout == "auto" and order.strategy is not None:
+            return refuse(
+                400,
+                "bad_request",
+                f"layout auto gives the decision back to the planner and moves nothing itself, so strategy "
+                f"{order.strategy} would mean nothing; leave it out, or name a layout",
+            )
+        strategy = order.strategy or Strategy.AUTO
+        return await _answered(self._link.switch(order.layout, strategy.value, order.reason))
 
     async def plan(self, query: bytes, client: str | None) -> Answer:
         rates = rates_of(query.decode("ascii", "replace"))
         if isinstance(rates, str):
             return refuse(400, "bad_rates", f"{rates}; give ?rates=strict:5,loose:20, or ?rates=20 without tiers")
         return await _answered(self._link.plan(rates))
+
+
+def _fault(body: bytes, error: Exception) -> str:
+    """What is wrong with a body, in words; msgspec calls half of a surrogate pair truncated data."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as no_text:
+        return f"the body is not UTF-8 (byte {no_text.start})"
+    try:
+        # Takes what msgspec does not.
+        halves = json.dumps(json.loads(text), ensure_ascii=False)
+    except ValueError:
+        return f"the body is not JSON: {error}"
+    if any("\ud800" <= character <= "\udfff" for character in halves):
+        return "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+    return str(error)
 
 
 def rates_of(query: str) -> dict[str, float] | str:
@@ -91,9 +127,9 @@ def rates_of(query: str) -> dict[str, float] | str:
         return f"{unknown[0]} is not a parameter"
     rates: dict[str, float] = {}
     for part in ",".join(given.get("rates", [])).split(","):
-        tier, _, number = part.strip().rpartition(":")
+        tier, _, digits = part.strip().rpartition(":")
         try:
-            rate = float(number)
+            rate = number(digits)
         except ValueError:
             return f"{part!r} is not a rate"
         if not 0 <= rate <= MAX_RATE_RPS:

@@ -222,11 +222,11 @@ class Manager:
         self._trigger, self._reason = Trigger.OPERATOR, reason
         return switch
 
-    def release(self) -> None:
+    def release(self, reason: str) -> None:
         """Give control back to the planner. Raises OrderRefusedError if there is none."""
         self._require_planner()
         if not self._by_planner:
-            logger.info("layout %s: the planner decides again", self._router.layout)
+            logger.info("layout %s: the planner decides again (%s)", self._router.layout, reason)
         self._take_control(by_planner=True)
 
     def _take_control(self, *, by_planner: bool) -> None:
