@@ -132,7 +132,7 @@ def run_compose(**variables: str) -> subprocess.CompletedProcess[str]:
     text = (DOCKER / "compose.yaml").read_text()
     assert text.count("\nname: ") == 1
     text = re.sub(r"^name: .*$", "", text, flags=re.M)
-    return subprocess.run([old, "--project-directory", str(DOCKER), "-f", "-", "config"], input=text, **said)
+    return subprocess.run([old, "-f", "-", "config"], input=text, cwd=DOCKER, **said)
 
 
 def test_compose_itself_takes_the_file() -> None:
