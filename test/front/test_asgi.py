@@ -108,6 +108,14 @@ def test_stocks_own_503_gets_retry_after() -> None:
     assert answer.headers["retry-after"] == "1"
 
 
+@pytest.mark.parametrize("path", ["/adapt", "/adapt/", "/health", "/ready", "/adapt/engines"])
+def test_what_is_only_told_takes_no_other_method(path: str) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        answer = ask(status("ready"), method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+    assert ask(status("ready"), "HEAD", path).status_code == 200
+
+
 def test_engines_route() -> None:
     body = ask(status("ready", "dead"), "GET", "/adapt/engines").json()
     assert [(engine["name"], engine["state"]) for engine in body["engines"]] == [("tp1@0", "ready"), ("tp1@1", "dead")]

@@ -11,6 +11,7 @@ import pytest
 from sglang_adapt.core.messages import LayoutAnswer
 from sglang_adapt.front.layout_api import PATH, PLAN_PATH, LayoutApi, rates_of
 from sglang_adapt.front.link import LinkClosedError
+from sglang_adapt.upstream.front import ADMIN_BODY_BYTES
 
 ORDER = b'{"layout": "tp2@0-1", "strategy": "migrate"}'
 
@@ -73,6 +74,7 @@ def test_another_machine_needs_a_key(client: str) -> None:
     [
         (b"", "the body is empty"),
         (b" \n", "the body is empty"),
+        (b"[" * 60_000, "the body is not JSON"),
         (b"tp2@0-1", "the body is not JSON: JSON is malformed"),
         (b'{"layout": "tp2@0-1"', "the body is not JSON"),
         (b'{"layout": "\\ud800"}', "half of a surrogate pair"),
@@ -91,6 +93,11 @@ def test_what_cannot_be_read_is_refused_with_an_example(body: bytes, reason: str
     assert reason in answer["message"]
     assert "strategies are auto, migrate, keep, drain, recompute" in answer["message"]
     assert link.asked == []
+
+
+def test_a_huge_body_is_refused() -> None:
+    status, answer, link = post(b" " * ADMIN_BODY_BYTES + b"x", None)
+    assert (status, answer["code"], link.asked) == (413, "too_large", [])
 
 
 @pytest.mark.parametrize("reason", ["two\nlines", "x" * 201, "\u2028"])
@@ -146,7 +153,8 @@ def test_rates(query: str, rates: dict[str, float]) -> None:
         ("rates=strict:nan", "is not a rate from 0"),
         ("rates=strict:inf", "is not a rate from 0"),
         ("rates=a:1,a:2", "'a:2' is given twice"),
-        ("rates=1&when=now", "when is not a parameter"),
+        ("rates=1&when=now", "'when' is not a parameter"),
+        ("rates=" + "a" * 500, f"'{'a' * 60}...' is not a rate"),
     ],
 )
 def test_rates_that_are_none(query: str, fault: str) -> None:

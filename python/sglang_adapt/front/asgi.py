@@ -57,6 +57,10 @@ _GENERATING = frozenset(
 _NOT_WORK = frozenset(("/v1/models", "/v1/loads", "/v1/tokenize", "/v1/detokenize"))
 
 
+_OURS = frozenset((PAGE_PATH, "/health", "/ready", "/adapt/engines"))
+"""What is answered here, to GET and HEAD."""
+
+
 class RouterProcess(Protocol):
     """The router's process, as far as draining needs it."""
 
@@ -196,6 +200,9 @@ class AdaptLayer:
                 body = {"layout": None, "engines": []} if status_now is None else _engines(status_now)
                 await _answer(send, 200 if status_now is not None else 503, body)
                 return
+        elif path in _OURS:
+            await _respond(send, 405, b'{"detail":"Method Not Allowed"}', allow=b"GET, HEAD")
+            return
         if not _is_work(scope["method"], path):
             if path == "/metrics":
                 scope = _as_plain_text(scope)
@@ -309,10 +316,14 @@ async def _refuse(send: Send, refusal: Refusal, openai: bool) -> None:
     await _respond(send, refusal.status, error_body(refusal, openai), refusal.retry_after_s)
 
 
-async def _respond(send: Send, status: int, body: bytes, retry_after_s: int | None = None) -> None:
+async def _respond(
+    send: Send, status: int, body: bytes, retry_after_s: int | None = None, allow: bytes | None = None
+) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 503 or retry_after_s is not None:
         headers.append((b"retry-after", str(retry_after_s or RETRY_AFTER_S).encode()))
+    if allow is not None:
+        headers.append((b"allow", allow))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -22,6 +22,7 @@ from sglang_adapt.core.messages import LayoutAnswer
 from sglang_adapt.front.errors import Refusal, error_body
 from sglang_adapt.front.link import LinkClosedError, RouterLink
 from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.upstream.front import ADMIN_BODY_BYTES
 
 PATH = "/adapt/layout"
 PLAN_PATH = "/adapt/plan"
@@ -76,11 +77,13 @@ class LayoutApi:
     async def post(self, body: bytes, client: str | None) -> Answer:
         if not self._has_key and not is_loopback(client):
             return refuse_stranger("the layout can be changed", client)
+        if (large := refuse_large(body)) is not None:
+            return large
         if not body.strip():
             return refuse(400, "bad_request", f"the body is empty; {_HOW}")
         try:
             order = msgspec.json.decode(body, type=LayoutOrder)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return refuse(400, "bad_request", f"{_fault(body, error)}; {_HOW}")
         if len(order.reason) > MAX_REASON or not order.reason.isprintable():
             return refuse(
@@ -112,7 +115,7 @@ def _fault(body: bytes, error: Exception) -> str:
     try:
         # Takes what msgspec does not.
         halves = json.dumps(json.loads(text), ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"the body is not JSON: {error}"
     if any("\ud800" <= character <= "\udfff" for character in halves):
         return "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
@@ -124,20 +127,25 @@ def rates_of(query: str) -> dict[str, float] | str:
     given = parse_qs(query, keep_blank_values=True)
     unknown = sorted(set(given) - {"rates"})
     if unknown:
-        return f"{unknown[0]} is not a parameter"
+        return f"{_shown(unknown[0])} is not a parameter"
     rates: dict[str, float] = {}
     for part in ",".join(given.get("rates", [])).split(","):
         tier, _, digits = part.strip().rpartition(":")
         try:
             rate = number(digits)
         except ValueError:
-            return f"{part!r} is not a rate"
+            return f"{_shown(part)} is not a rate"
         if not 0 <= rate <= MAX_RATE_RPS:
-            return f"{part!r} is not a rate from 0 to {MAX_RATE_RPS:g}"
+            return f"{_shown(part)} is not a rate from 0 to {MAX_RATE_RPS:g}"
         if tier in rates:
-            return f"{part!r} is given twice"
+            return f"{_shown(part)} is given twice"
         rates[tier] = rate
     return rates
+
+
+def _shown(text: str) -> str:
+    """A client's text as it may stand in an answer."""
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 def is_loopback(client: str | None) -> bool:
@@ -164,6 +172,13 @@ async def _answered(asked: Awaitable[LayoutAnswer]) -> Answer:
     if answer.status != 200:
         return refuse(answer.status, answer.body["code"], answer.body["message"])
     return 200, json.dumps(answer.body).encode()
+
+
+def refuse_large(body: bytes) -> Answer | None:
+    """Of an order nobody needs more than a few lines."""
+    if len(body) <= ADMIN_BODY_BYTES:
+        return None
+    return refuse(413, "too_large", f"the body has more than {ADMIN_BODY_BYTES} bytes; {_HOW}")
 
 
 def refuse_stranger(what: str, client: str | None) -> Answer:

@@ -67,6 +67,12 @@ class SloApi:
     async def post(self, body: bytes, client: str | None) -> Answer:
         if not self._has_key and not is_loopback(client):
             return refuse_stranger("tiers can be read again", client)
+        if body.strip() not in (b"", b"{}"):
+            return refuse(
+                400,
+                "bad_request",
+                "tiers are read from the file of --adapt-slo-config, not from a body; change the file and send none",
+            )
         if self._gate is None:
             return refuse(409, "no_tiers", "this server has no tiers; start it with --adapt-slo-config")
         try:
