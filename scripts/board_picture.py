@@ -183,13 +183,13 @@ def draw(drawn: Sequence[tuple[dict[str, Any], list[Line]]], marks: Sequence[flo
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel, _ in drawn) + 3
-    figure = pyplot.figure(figsize=(15, 0.42 * height), dpi=90, facecolor="white")
+    height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel, _ in drawn) + 2
+    figure = pyplot.figure(figsize=(15, 0.4 * height), dpi=90, facecolor="white")
     figure.text(0.01, 1 - 0.4 / height, title, fontsize=11, va="top", weight="bold")
     kinds = {"timeseries": _timeseries, "state-timeline": _states, "stat": _stat}
     for panel, lines in drawn:
         place = panel["gridPos"]
-        top = 1 - (place["y"] + 3) / height
+        top = 1 - (place["y"] + 2) / height
         if panel["type"] == "row":
             figure.text(0.01, top - 0.5 / height, panel["title"], fontsize=11, va="center", color="#1f4e79")
             continue
@@ -197,8 +197,8 @@ def draw(drawn: Sequence[tuple[dict[str, Any], list[Line]]], marks: Sequence[flo
             raise ValueError(f"panel {panel['title']}: how to draw {panel['type']} is not known; add it here")
         # Room for the title above, for the axis and, with lines, for the legend.
         wide = place["w"] / COLUMNS
-        plot = wide - (0.045 if panel["type"] == "stat" else 0.05 + 0.3 * wide)
-        box = (place["x"] / COLUMNS + 0.03, top - (place["h"] - 1.0) / height, plot, (place["h"] - 2.1) / height)
+        plot = wide - (0.06 if panel["type"] == "stat" else 0.06 + 0.28 * wide)
+        box = (place["x"] / COLUMNS + 0.045, top - (place["h"] - 1.0) / height, plot, (place["h"] - 2.1) / height)
         axes = figure.add_axes(box)
         axes.set_title(panel["title"], fontsize=9, loc="left")
         kinds[panel["type"]](axes, panel, lines)
@@ -229,12 +229,14 @@ def _timeseries(axes: Any, panel: dict[str, Any], lines: Sequence[Line]) -> None
         # What is always 0 comes last, and not all of it.
         handles, labels = axes.get_legend_handles_labels()
         order = sorted(range(len(lines)), key=lambda at: -max(lines[at].values))[:14]
+        # Long names stand in the plot, where they do not reach into the next one.
+        inside = max(len(label) for label in labels) > 35
         axes.legend(
             [handles[at] for at in order],
             [labels[at] for at in order],
             fontsize=6,
             loc="upper left",
-            bbox_to_anchor=(1.0, 1.04),
+            bbox_to_anchor=(0.0, 1.02) if inside else (1.0, 1.04),
             frameon=False,
             handlelength=1.2,
         )
