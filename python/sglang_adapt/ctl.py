@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -48,14 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         request.add_header("Authorization", f"Bearer {options.api_key}")
     try:
         with urllib.request.urlopen(request, timeout=_GET_TIMEOUT_S if body is None else _SWITCH_TIMEOUT_S) as answer:
-            print(json.dumps(json.load(answer), indent=2))
-        return 0
+            said = json.dumps(json.load(answer), indent=2)
     except urllib.error.HTTPError as error:
         print(f"refused ({error.code}): {_message(error.read())}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"no answer from {url}: {error}", file=sys.stderr)
         return 2
+    try:
+        print(said, flush=True)
+    except BrokenPipeError:
+        # Who reads it, such as `head`, has enough. Python would complain of the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _message(body: bytes) -> str:
