@@ -56,8 +56,6 @@ def main() -> None:
             "4",
             "--adapt-tp-sizes",
             "1,2",
-            "--served-model-name",
-            "demo",
             "--adapt-slo-config",
             str(config),
         ]
@@ -68,7 +66,7 @@ def main() -> None:
 def _run(url: str, browser: str, output: Path, seconds: float) -> None:
     stop = threading.Event()
     with ThreadPoolExecutor(40) as clients:
-        load = clients.submit(_load, url, stop, clients)
+        running = clients.submit(load, url, stop, clients)
         began = time.monotonic()
         for layout, strategy in (("tp2@0-1,tp2@2-3", "auto"), ("tp1@0,tp1@1,tp2@2-3", "keep")):
             time.sleep(seconds / 3)
@@ -80,13 +78,13 @@ def _run(url: str, browser: str, output: Path, seconds: float) -> None:
         time.sleep(max(0.0, began + seconds - time.monotonic()))
         _pictures(url, browser, output)
         stop.set()
-        load.result()
+        running.result()
         # What the last switch keeps paused ends when its engine is back.
         httpx.post(f"{url}/adapt/layout", json={"layout": "tp2@0-1,tp2@2-3"}, timeout=60)
         clients.shutdown(cancel_futures=True)
 
 
-def _load(url: str, stop: threading.Event, clients: ThreadPoolExecutor) -> None:
+def load(url: str, stop: threading.Event, clients: ThreadPoolExecutor) -> None:
     """Poisson arrivals of three tiers, with a burst in each ten seconds."""
     rng = random.Random(7)
     while not stop.is_set():

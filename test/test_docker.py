@@ -99,7 +99,7 @@ def test_a_pod_is_probed_and_drained_as_the_server_does_it() -> None:
 
 
 def test_the_compose_file_holds_together() -> None:
-    """What `docker compose config` would say of references, and what it would not of our flags."""
+    """What `docker compose config` does not say: that files, image versions, ports and our flags fit."""
     found = compose()
     assert set(found["services"]) == {"server", "prometheus", "grafana"}
     for name, service in found["services"].items():
@@ -115,3 +115,38 @@ def test_the_compose_file_holds_together() -> None:
     assert "--enable-metrics" in stock
     scraped = yaml.safe_load((DOCKER / "monitoring" / "prometheus.yml").read_text())["scrape_configs"][0]
     assert scraped["static_configs"] == [{"targets": ["server:30000"]}]
+
+
+def run_compose(**variables: str) -> subprocess.CompletedProcess[str]:
+    """What compose makes of the file; skips where there is no compose."""
+    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+    said: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+    said["env"] = {"PATH": path, "HOME": "/nonexistent", **variables}
+    docker = shutil.which("docker")
+    if docker and subprocess.run([docker, "compose", "version"], **said).returncode == 0:
+        return subprocess.run([docker, "compose", "-f", str(DOCKER / "compose.yaml"), "config"], **said)
+    old = shutil.which("docker-compose")
+    if old is None:
+        pytest.skip("neither docker compose nor docker-compose is installed (apt install docker-compose)")
+    # The first generation does not know the name of a project.
+    text = (DOCKER / "compose.yaml").read_text()
+    assert text.count("\nname: ") == 1
+    text = re.sub(r"^name: .*$", "", text, flags=re.M)
+    return subprocess.run([old, "-f", "-", "config"], input=text, cwd=DOCKER, **said)
+
+
+def test_compose_itself_takes_the_file() -> None:
+    run = run_compose(MODEL="a/model", TP_SIZES="1,2,4")
+    assert run.returncode == 0, run.stderr
+    made = yaml.safe_load(run.stdout)
+    assert set(made["services"]) == set(compose()["services"])
+    server = made["services"]["server"]
+    assert server["command"][:6] == ["--model-path", "a/model", "--host", "0.0.0.0", "--adapt-tp-sizes", "1,2,4"]
+    assert server["build"]["context"] == str(ROOT)
+    assert set(made["volumes"]) == {"cache", "prometheus", "grafana"}
+
+
+def test_compose_asks_which_model() -> None:
+    run = run_compose()
+    assert run.returncode != 0
+    assert "say which model" in run.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -28,8 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     layout.add_argument(
         "--strategy",
         choices=[strategy.value for strategy in Strategy],
-        default=Strategy.AUTO.value,
-        help="what becomes of running requests (default: %(default)s)",
+        help=f"what becomes of running requests (default: {Strategy.AUTO}); not with layout auto",
     )
     return parser
 
@@ -40,21 +40,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     url = f"{options.url.rstrip('/')}/adapt/layout"
     body = None
     if options.layout is not None:
-        order = {"layout": options.layout, "strategy": options.strategy, "reason": "asked for by ctl"}
+        order = {"layout": options.layout, "reason": "asked for by ctl"}
+        if options.strategy is not None:
+            order["strategy"] = options.strategy
         body = json.dumps(order).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     if options.api_key is not None:
         request.add_header("Authorization", f"Bearer {options.api_key}")
     try:
         with urllib.request.urlopen(request, timeout=_GET_TIMEOUT_S if body is None else _SWITCH_TIMEOUT_S) as answer:
-            print(json.dumps(json.load(answer), indent=2))
-        return 0
+            said = json.dumps(json.load(answer), indent=2)
     except urllib.error.HTTPError as error:
         print(f"refused ({error.code}): {_message(error.read())}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"no answer from {url}: {error}", file=sys.stderr)
         return 2
+    try:
+        print(said, flush=True)
+    except BrokenPipeError:
+        # Who reads it, such as `head`, has enough. Python would complain of the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _message(body: bytes) -> str:

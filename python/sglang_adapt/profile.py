@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from sglang_adapt.core.digits import whole
 from sglang_adapt.core.layout import uniform_layout
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile, write_profile
 
@@ -236,9 +237,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
     parser.add_argument("--api-key", help="its admin key, if it has one")
     parser.add_argument("--output", type=Path, required=True, help="where the profile is written, as JSON")
-    parser.add_argument("--longest", type=int, metavar="TOKENS", help="longest prompt (default: what the server takes)")
-    parser.add_argument("--repeats", type=int, default=5, help="times that each prefill is measured (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument(
+        "--longest", type=whole, metavar="TOKENS", help="longest prompt (default: what the server takes)"
+    )
+    parser.add_argument("--repeats", type=whole, default=5, help="times that each prefill is measured (default: 5)")
+    parser.add_argument("--seed", type=whole, default=0, help="of the prompts (default: 0)")
     options = parser.parse_args(argv)
     if options.repeats < 1 or (options.longest is not None and options.longest < 4):
         parser.error("--repeats is at least 1 and --longest at least 4")

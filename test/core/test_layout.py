@@ -56,7 +56,6 @@ def test_roles_belong_to_the_layout() -> None:
         ("tp4@0-3", "4 is not among --adapt-tp-sizes 1, 2"),
         ("tp2@4-5", "GPU 5 does not exist"),
         ("tp2@0-2", "needs 2 GPUs"),
-        ("tp2@1-0", "needs 2 GPUs"),
         ("", "is not an engine"),
         ("tp@0", "is not an engine"),
         ("tp1@0;tp1@1", "is not an engine"),
@@ -68,13 +67,31 @@ def test_roles_belong_to_the_layout() -> None:
         ("tp2@0-1:decode,tp2@2-3:decode", "and there is none; give one the role prefill"),
         ("tp2@0-1:decode,tp2@2-3", "and there is none; give one the role prefill"),
         ("tp2@0-1:prefill,tp2@0-1:decode,tp2@2-3", "both use GPU 0"),
+        ("tp2@1-0,tp2@2-3", "tp2@1-0: write the first GPU first, tp2@0-1"),
+        ("prefill:tp2@0-1,tp2@2-3", "write the role behind it, tp2@0-1:prefill"),
+        # Digits that only Python takes for such.
+        ("tp２@0-1,tp2@2-3", "'tp２@0-1' is not an engine"),
+        ("tp2@٠-1,tp2@2-3", "is not an engine"),
+        ("tp1_0@0", "is not an engine"),
+        ("tp2@0-1:décode,tp2@2-3", "is not an engine"),
+        ("tp2@0-" + "9" * 5000, "is not an engine"),
     ],
 )
 def test_bad_layouts_say_why_and_show_a_good_one(text: str, reason: str) -> None:
     with pytest.raises(LayoutError) as caught:
         parse_layout(text, (1, 2), 4)
-    assert reason in str(caught.value)
-    assert "a valid layout here is tp1@0,tp1@1,tp1@2,tp1@3" in str(caught.value)
+    said = str(caught.value)
+    assert reason in said
+    with_roles = "with roles here is tp1@0:prefill,tp1@1:decode,tp1@2:decode,tp1@3:decode"
+    example = with_roles if ":" in text else "here is tp1@0,tp1@1,tp1@2,tp1@3"
+    assert f"a valid layout {example}" in said
+    assert parse_layout(said.rpartition(" is ")[2], (1, 2), 4)
+    assert len(said) < 600
+
+
+def test_one_engine_has_nobody_to_share_roles_with() -> None:
+    with pytest.raises(LayoutError, match=r"a valid layout here is tp2@0-1$"):
+        parse_layout("tp2@0-1:prefill", (2,), 2)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ class Link:
     async def drain(self, timeout_s: float) -> None:
         return None
 
+    def close(self) -> None:
+        return None
+
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
     """Answers 503 on /generate and 200 elsewhere, with the path as the body."""
@@ -103,6 +106,14 @@ def test_stocks_own_503_gets_retry_after() -> None:
     answer = ask(status("ready"), "POST", "/generate")
     assert (answer.status_code, answer.text) == (503, "/generate")
     assert answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("path", ["/adapt", "/adapt/", "/health", "/ready", "/adapt/engines"])
+def test_what_is_only_told_takes_no_other_method(path: str) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        answer = ask(status("ready"), method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+    assert ask(status("ready"), "HEAD", path).status_code == 200
 
 
 def test_engines_route() -> None:

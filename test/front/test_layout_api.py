@@ -10,6 +10,8 @@ import pytest
 
 from sglang_adapt.core.messages import LayoutAnswer
 from sglang_adapt.front.layout_api import PATH, PLAN_PATH, LayoutApi, rates_of
+from sglang_adapt.front.link import LinkClosedError
+from sglang_adapt.upstream.front import ADMIN_BODY_BYTES
 
 ORDER = b'{"layout": "tp2@0-1", "strategy": "migrate"}'
 
@@ -17,11 +19,14 @@ ORDER = b'{"layout": "tp2@0-1", "strategy": "migrate"}'
 class Link:
     """The router: what it was asked, and what it answers."""
 
-    def __init__(self, answer: LayoutAnswer | None) -> None:
+    def __init__(self, answer: LayoutAnswer | None, closed: bool = False) -> None:
+        self.closed = closed
         self.asked: list[tuple[str, str, str]] = []
         self._answer = answer
 
     async def layout(self) -> LayoutAnswer:
+        if self.closed:
+            raise LinkClosedError("the server is shutting down")
         if self._answer is None:
             raise TimeoutError
         return self._answer
@@ -67,13 +72,19 @@ def test_another_machine_needs_a_key(client: str) -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"tp2@0-1", "malformed"),
+        (b"", "the body is empty"),
+        (b" \n", "the body is empty"),
+        (b"[" * 60_000, "the body is not JSON"),
+        (b"tp2@0-1", "the body is not JSON: JSON is malformed"),
+        (b'{"layout": "tp2@0-1"', "the body is not JSON"),
+        (b'{"layout": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"layout": "tp2@0-1", "\\udc00": 1}', "half of a surrogate pair"),
         (b"[]", "Expected `object`"),
         (b"{}", "missing required field `layout`"),
         (b'{"layout": 2}', "Expected `str`"),
         (b'{"layout": "tp2@0-1", "strategy": "teleport"}', "Invalid enum value 'teleport'"),
         (b'{"layout": "tp2@0-1", "when": 3}', "unknown field `when`"),
-        (b"\xff", ""),
+        (b'{"layout": "\xff"}', "the body is not UTF-8 (byte 12)"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_an_example(body: bytes, reason: str) -> None:
@@ -82,6 +93,25 @@ def test_what_cannot_be_read_is_refused_with_an_example(body: bytes, reason: str
     assert reason in answer["message"]
     assert "strategies are auto, migrate, keep, drain, recompute" in answer["message"]
     assert link.asked == []
+
+
+def test_a_huge_body_is_refused() -> None:
+    status, answer, link = post(b" " * ADMIN_BODY_BYTES + b"x", None)
+    assert (status, answer["code"], link.asked) == (413, "too_large", [])
+
+
+@pytest.mark.parametrize("reason", ["two\nlines", "x" * 201, "\u2028"])
+def test_a_reason_is_a_line_of_the_log(reason: str) -> None:
+    status, answer, link = post(json.dumps({"layout": "tp2@0-1", "reason": reason}).encode(), None)
+    assert (status, link.asked) == (400, [])
+    assert "reason: give one line of at most 200 characters" in answer["message"]
+
+
+def test_the_planner_takes_no_strategy() -> None:
+    status, answer, link = post(b'{"layout": "auto", "strategy": "keep"}', None)
+    assert (status, link.asked) == (400, [])
+    assert "strategy keep would mean nothing; leave it out" in answer["message"]
+    assert post(b'{"layout": "auto"}', None)[2].asked == [("auto", "auto", "asked for over HTTP")]
 
 
 @pytest.mark.parametrize("status", [400, 409, 500, 503])
@@ -117,11 +147,14 @@ def test_rates(query: str, rates: dict[str, float]) -> None:
         ("", "'' is not a rate"),
         ("rates=many", "'many' is not a rate"),
         ("rates=strict:", "'strict:' is not a rate"),
+        ("rates=1_0", "'1_0' is not a rate"),
+        ("rates=%EF%BC%91", "'１' is not a rate"),
         ("rates=strict:-1", "is not a rate from 0"),
         ("rates=strict:nan", "is not a rate from 0"),
         ("rates=strict:inf", "is not a rate from 0"),
         ("rates=a:1,a:2", "'a:2' is given twice"),
-        ("rates=1&when=now", "when is not a parameter"),
+        ("rates=1&when=now", "'when' is not a parameter"),
+        ("rates=" + "a" * 500, f"'{'a' * 60}...' is not a rate"),
     ],
 )
 def test_rates_that_are_none(query: str, fault: str) -> None:
@@ -136,3 +169,12 @@ def test_a_plan_is_asked_for_by_rates() -> None:
     assert (status, json.loads(answer), link.rates) == (200, DONE.body, {"strict": 5.0})
     status, answer = asyncio.run(handler(b"rates=x", "10.0.0.7"))
     assert (status, json.loads(answer)["code"]) == (400, "bad_rates")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "said"), [("GET", PATH, b""), ("POST", PATH, ORDER), ("GET", PLAN_PATH, b"rates=1")]
+)
+def test_who_asks_a_server_that_stops_is_told_so(method: str, path: str, said: bytes) -> None:
+    handler = LayoutApi(Link(DONE, closed=True), has_key=False).routes[method, path]  # type: ignore[arg-type]
+    status, answer = asyncio.run(handler(said, None))
+    assert (status, json.loads(answer)["code"]) == (503, "draining")

@@ -25,6 +25,7 @@ def test_defaults_serve_the_demo_model_on_two_virtual_gpus() -> None:
     for tp, args in made.server_args.items():
         assert args.tp_size == tp
         assert Path(args.model_path) == demo_model_path()
+        assert args.served_model_name == "demo"
         assert args.sleep_on_idle
         assert args.dtype == "float32"
         assert args.page_size == 8 * tp
@@ -34,6 +35,12 @@ def test_defaults_serve_the_demo_model_on_two_virtual_gpus() -> None:
     assert [made.server_args[tp].max_total_tokens for tp in (1, 2)] == [
         made.pool.geometry.capacity_tokens(tp) for tp in (1, 2)
     ]
+
+
+def test_the_name_of_a_model_is_stocks_unless_it_is_the_demo() -> None:
+    assert settings("--served-model-name", "mine").server_args[1].served_model_name == "mine"
+    folder = str(demo_model_path())
+    assert settings("--model-path", folder).server_args[1].served_model_name == folder
 
 
 def test_stock_flags_pass_unchanged() -> None:
@@ -91,9 +98,12 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--adapt-virtual-gpus", "1000"], "give 1 to 32"),
         (["--adapt-restart-window", "nan"], "give a finite one"),
         (["--adapt-drain-timeout", "inf"], "give a finite one"),
-        (["--adapt-virtual-gpus", "two"], "invalid int value"),
+        (["--adapt-virtual-gpus", "two"], "'two' is not a whole number"),
+        (["--adapt-virtual-gpus", "１"], "argument --adapt-virtual-gpus: '１' is not a whole number"),
+        (["--adapt-tp-sizes", "1,0_2"], "write TP sizes separated by commas"),
+        (["--adapt-interval", "1_0"], "argument --adapt-interval: '1_0' is not a number"),
         (["--adapt-restart-limit", "-1"], "is negative"),
-        (["--adapt-drain-timeout", "soon"], "invalid float value"),
+        (["--adapt-drain-timeout", "soon"], "'soon' is not a number"),
         (["--adapt-start-method", "fork"], "invalid choice"),
         (["--adapt-no-such-flag"], "--adapt-no-such-flag is not a flag; sglang_adapt knows --adapt-drain-timeout"),
         (["--adapt-lay", "tp1@0"], "--adapt-lay is not a flag"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -83,13 +84,25 @@ def test_wide_at_low_load_after_a_calm_time() -> None:
 
 
 def test_narrow_at_once_when_the_load_needs_it() -> None:
-    decided = plan(situation(demand(100.0), layout=FOUR))
+    decided = plan(situation(demand(80.0), layout=FOUR))
     assert (decided.move, str(decided.layout), decided.trigger) == (True, ONES, Trigger.LOAD)
-    assert "carries" in decided.reason
+    # The time of requests is told only where they do not queue.
+    assert re.fullmatch(
+        r"load 80 req/s: 1 x TP 4 carries \d\d\.\d of it, 4 x TP 1 carries it in \d+ ms a request", decided.reason
+    )
 
 
 def test_wide_when_nobody_asks() -> None:
-    assert str(follow(situation(demand(0.0)), CALM)[-1].layout) == FOUR
+    decided = follow(situation(demand(0.0)), CALM)[-1]
+    assert str(decided.layout) == FOUR
+    assert re.fullmatch(r"no requests now; the next one takes \d+ ms on 4 x TP 1, \d+ ms on 1 x TP 4", decided.reason)
+
+
+def test_nothing_is_better_before_anybody_has_asked() -> None:
+    for asked in (demand(0.0), demand(0.0, "strict", 400, 8)):
+        plans = follow(replace(situation(asked), asked=False), 2 * CALM)
+        assert moves(plans) == 0
+        assert {str(one.wanted) for one in plans} == {ONES}
 
 
 def test_what_waits_is_load() -> None:

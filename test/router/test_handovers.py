@@ -32,15 +32,15 @@ def test_roles_change_without_a_call_that_moves_anything() -> None:
     async def story() -> None:
         node = Node()
         node.request("a", "b")
-        before = node.where()
+        before, epoch = node.where(), node.pools.epoch
         switch = await node.switch(SPLIT)
         await node.settle()
-        assert (switch.epoch, switch.phases_ms) == (0, {})
+        assert (switch.epoch, switch.phases_ms) == (epoch + 1, {})
         assert {kind for _, kind in node.calls} == {"kv_map", "LeaveCall"}
         assert node.where() == before
         assert node.fakes["tp1@0"].hands_over
         assert not node.fakes["tp1@1"].hands_over
-        await node.switch(OTHER_SPLIT)
+        assert (await node.switch(OTHER_SPLIT)).epoch == node.pools.epoch == epoch + 2
         await node.settle()
         assert (node.fakes["tp1@0"].hands_over, node.fakes["tp1@1"].hands_over) == (False, True)
         assert node.outcomes == [f"{SPLIT}: switched", f"{OTHER_SPLIT}: switched"]

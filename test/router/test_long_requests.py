@@ -243,7 +243,7 @@ def test_an_operator_cannot_leave_a_waiting_request_without_an_engine() -> None:
         story.node.world.request("all-next", LONG)
         assert "let the planner decide again (POST /adapt/layout with auto)" in refusal(story.node.world)
         story.node.world.tokenizer.pop()
-        story.manager.release()
+        story.manager.release("test")
         assert story.node.router.request_tokens == 200
 
     run(tell, limits=(100, 200))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from manager_story import Story, run
 from sglang.srt.managers import io_struct
-from switch_fakes import ONES, TWO
+from switch_fakes import ONES, SPLIT, TWO
 
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import Layout, parse_layout
@@ -171,7 +171,7 @@ def test_an_operators_order_holds_until_control_is_given_back() -> None:
         # It is still told what would be better.
         assert decided is not None
         assert str(decided.wanted) == TWO
-        story.manager.release()
+        story.manager.release("test")
         await story.window(1)
         assert (story.layout, story.manager.said()["control"]) == (TWO, "planner")
 
@@ -195,7 +195,7 @@ def test_who_may_decide_by_each_policy() -> None:
         await story.manager.order(parse_layout(TWO, (1, 2), 2), Strategy.AUTO, "by hand")
         assert story.layout == TWO
         with pytest.raises(OrderRefusedError, match="--adapt-policy auto"):
-            story.manager.release()
+            story.manager.release("test")
         with pytest.raises(OrderRefusedError, match="--adapt-policy auto"):
             await story.manager.what_if({})
         assert story.manager.said()["planner"] is None
@@ -245,11 +245,70 @@ def test_the_price_is_learned_from_the_switches_that_were_made() -> None:
             story.manager.switched(made, Outcome.REFUSED)
             story.manager.switched(Switch(before[0], before[0], Strategy.AUTO, "none"), Outcome.SWITCHED)
         assert (await story.manager.what_if({"all": 1.0}))["price"]["pause_ms"] == 1.0
+        story.manager.switched(Switch(*layouts(ONES, SPLIT), Strategy.AUTO, "roles"), Outcome.SWITCHED)
+        assert (await story.manager.what_if({"all": 1.0}))["price"]["pause_ms"] == 1.0
         for _ in range(30):
             story.manager.switched(made, Outcome.SWITCHED)
         assert (await story.manager.what_if({"all": 1.0}))["price"]["pause_ms"] > 300.0
         # Only the last ones are told, and none that was no switch.
         assert [one["outcome"] for one in story.manager.said()["switches"]] == ["switched"] * 10
+
+    run(tell)
+
+
+def test_a_change_of_roles_is_among_the_last_switches() -> None:
+    async def tell(story: Story) -> None:
+        epoch = story.node.pools.epoch
+        for layout in (SPLIT, SPLIT, ONES):
+            await story.manager.order(parse_layout(layout, (1, 2), 2), Strategy.AUTO, "by hand")
+        said = [(one["to"], one["epoch"], one["outcome"]) for one in story.manager.said()["switches"]]
+        # An order of what serves already is none.
+        assert said == [(SPLIT, epoch + 1, "switched"), (ONES, epoch + 2, "switched")]
+
+    run(tell)
+
+
+def test_nothing_is_switched_before_anybody_has_asked() -> None:
+    async def tell(story: Story) -> None:
+        for _ in range(2 * CALM):
+            decided = await story.window(0)
+            assert decided is not None
+            assert (decided.move, decided.wanted, decided.trigger) == (False, story.node.router.layout, None)
+            assert decided.reason == "no requests yet: the layout stays as it is"
+        # It is told all the same what would be better at some load, and at none.
+        assert (await story.manager.what_if({"strict": 1.0}))["wanted"] == TWO
+        idle = await story.manager.what_if({})
+        assert idle["reason"] == (
+            "tier strict (500 / 7 ms) has no requests now, and the next one 2 x TP 1 cannot serve within its targets"
+        )
+        # From the first request on the layout is made ready for the next one, of any tier.
+        await story.window(1, "loose")
+        for _ in range(CALM):
+            await story.window(0)
+        assert story.layout == TWO
+
+    run(tell, terms=(LOOSE, STRICT))
+
+
+@pytest.mark.parametrize(
+    ("state", "level", "words"),
+    [
+        (EngineState.STARTING, "INFO", "tp2@0-1 is starting;"),
+        (EngineState.FAILED, "WARNING", "tp2@0-1 is not up (failed);"),
+    ],
+)
+def test_an_engine_that_starts_is_not_called_down(
+    state: EngineState, level: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def tell(story: Story) -> None:
+        story.node.router.engines[TWO].state = state
+        with caplog.at_level("INFO"):
+            for _ in range(CALM):
+                await story.window(1)
+        said = [one for one in caplog.records if "would be better" in one.message]
+        assert [one.levelname for one in said] == [level]
+        assert words in said[0].message
+        story.node.router.engines[TWO].state = EngineState.READY
 
     run(tell)
 

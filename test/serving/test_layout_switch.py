@@ -423,9 +423,10 @@ def test_a_change_of_roles_moves_nothing(server: Server, total: dict[int, int]) 
     epoch = layout_of(server)["epoch"]
     report = switch(server, SPLIT).json()
     assert (report["from"], report["to"]) == (MIXED, SPLIT)
-    assert (report["requests"], report["phases_ms"]) == ({}, {})
+    assert (report["epoch"], report["requests"], report["phases_ms"]) == (epoch + 1, {}, {})
     said = layout_of(server)
-    assert (said["active"], said["epoch"]) == (SPLIT, epoch)
+    assert (said["switches"][-1]["to"], said["switches"][-1]["epoch"]) == (SPLIT, epoch + 1)
+    assert (said["active"], said["epoch"]) == (SPLIT, epoch + 1)
     assert said["roles"] == {"tp2@0-1": "prefill", "tp1@2": "decode", "tp1@3": "decode"}
     assert engines_of(server)["tp1@2"]["role"] == "decode"
     check_ledgers(server, total)

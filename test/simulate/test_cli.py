@@ -25,6 +25,8 @@ def trace(folder: Path, text: str = "0,100,20,x\n500,200,10,x\n2500,4000,10,x\n"
     ("flags", "says"),
     [
         (["--layout", "tp3"], "--layout tp3: TP sizes here are 1, 2, 4"),
+        (["--layout", "tp²"], "'tp²' is not an engine"),
+        (["--tp-sizes", "1_0"], "--tp-sizes 1_0: write numbers"),
         (["--layout", "tp1@0"], "no engine uses GPU 1, 2, 3"),
         (["--gpus", "6"], "--gpus 6"),
         (["--tp-sizes", "2,3"], "--tp-sizes 2,3: each size divides the next"),

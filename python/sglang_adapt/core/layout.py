@@ -82,7 +82,10 @@ class Layout:
         return dict(zip(self.engines, self.roles or (Role.MIXED,) * len(self.engines), strict=True))
 
 
-_ENGINE = re.compile(r"tp(\d+)@(\d+)(?:-(\d+))?(?::(\w+))?")
+_ENGINE = re.compile(r"tp(\d{1,6})@(\d{1,6})(?:-(\d{1,6}))?(?::(\w+))?", re.ASCII)
+_ROLE_FIRST = re.compile(r"\w+:tp\d+@[\d-]+", re.ASCII)
+_MOST_SHOWN = 200
+"""Characters of a text that is no layout that its fault repeats."""
 
 
 def uniform_layout(tp: int, gpus: int) -> Layout:
@@ -103,7 +106,7 @@ def parse_layout(text: str, tp_sizes: Sequence[int], gpus: int) -> Layout:
             an overlap or a gap, an unknown role, or roles that do not go together. The text gives the reason and a
             valid layout.
     """
-    example = f"a valid layout here is {uniform_layout(min(tp_sizes), gpus)}"
+    example = _example(tp_sizes, gpus, with_roles=":" in text)
     # One engine may be named twice: that is an overlap, which is found below.
     pairs = sorted(_parse_engine(part.strip(), tp_sizes, gpus, example) for part in text.split(","))
     engines = [engine for engine, _ in pairs]
@@ -111,11 +114,11 @@ def parse_layout(text: str, tp_sizes: Sequence[int], gpus: int) -> Layout:
     for engine in engines:
         for gpu in engine.gpus:
             if gpu in owner:
-                raise LayoutError(f"layout {text!r}: {owner[gpu]} and {engine} both use GPU {gpu}; {example}")
+                raise LayoutError(f"layout {_shown(text)}: {owner[gpu]} and {engine} both use GPU {gpu}; {example}")
             owner[gpu] = engine
     missing = [gpu for gpu in range(gpus) if gpu not in owner]
     if missing:
-        raise LayoutError(f"layout {text!r}: no engine uses GPU {_list(missing)}; {example}")
+        raise LayoutError(f"layout {_shown(text)}: no engine uses GPU {_list(missing)}; {example}")
     layout = Layout(tuple(engines), tuple(role for _, role in pairs))
     _check_roles(text, layout, example)
     return layout
@@ -126,12 +129,12 @@ def _check_roles(text: str, layout: Layout, example: str) -> None:
     roles = set(layout.roles)
     if roles == {Role.PREFILL}:
         raise LayoutError(
-            f"layout {text!r}: all engines only prefill, so no request would get more than its first token; give one "
-            f"the role decode, or none; {example}"
+            f"layout {_shown(text)}: all engines only prefill, so no request would get more than its first token; "
+            f"give one the role decode, or none; {example}"
         )
     if Role.DECODE in roles and Role.PREFILL not in roles:
         raise LayoutError(
-            f"layout {text!r}: engines that only decode get their requests from those that prefill, and there is "
+            f"layout {_shown(text)}: engines that only decode get their requests from those that prefill, and there is "
             f"none; give one the role prefill; {example}"
         )
 
@@ -139,7 +142,13 @@ def _check_roles(text: str, layout: Layout, example: str) -> None:
 def _parse_engine(part: str, tp_sizes: Sequence[int], gpus: int, example: str) -> tuple[EngineSpec, Role]:
     match = _ENGINE.fullmatch(part)
     if match is None:
-        raise LayoutError(f"{part!r} is not an engine; write tp<size>@<first GPU>-<last GPU>, and {example}")
+        if _ROLE_FIRST.fullmatch(part):
+            role, _, engine = part.partition(":")
+            raise LayoutError(f"{part!r} is not an engine; write the role behind it, {engine}:{role}; {example}")
+        raise LayoutError(
+            f"{_shown(part)} is not an engine; write tp<size>@<first GPU>-<last GPU>, and, if it has a role, :<role> "
+            f"behind it; {example}"
+        )
     if match[4] is not None and match[4] not in list(Role):
         raise LayoutError(f"{part}: {match[4]!r} is no role; roles are {', '.join(Role)}; {example}")
     role = Role(match[4] or Role.MIXED)
@@ -148,6 +157,8 @@ def _parse_engine(part: str, tp_sizes: Sequence[int], gpus: int, example: str) -
     last = first if match[3] is None else int(match[3])
     if tp not in tp_sizes:
         raise LayoutError(f"{part}: TP size {tp} is not among --adapt-tp-sizes {_list(tp_sizes)}; {example}")
+    if last < first:
+        raise LayoutError(f"{part}: write the first GPU first, tp{tp}@{last}-{first}; {example}")
     if last - first + 1 != tp:
         raise LayoutError(
             f"{part}: TP size {tp} needs {tp} GPUs, but {part.split('@')[1]} names {last - first + 1}; {example}"
@@ -157,6 +168,19 @@ def _parse_engine(part: str, tp_sizes: Sequence[int], gpus: int, example: str) -
     if first % tp:
         raise LayoutError(f"{part}: a TP {tp} group starts at a multiple of {tp}, not at GPU {first}; {example}")
     return EngineSpec(first, tp), role
+
+
+def _example(tp_sizes: Sequence[int], gpus: int, with_roles: bool) -> str:
+    """A layout that can be asked for, in the form in which layouts are told: by GPU, without `mixed`."""
+    layout = uniform_layout(min(tp_sizes), gpus)
+    if with_roles and len(layout.engines) > 1:
+        decoding = (Role.DECODE,) * (len(layout.engines) - 1)
+        return f"a valid layout with roles here is {Layout(layout.engines, (Role.PREFILL, *decoding))}"
+    return f"a valid layout here is {layout}"
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
 def default_tp_sizes(gpus: int, heads: int, kv_heads: int) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+DEMO_NAME = "demo"
+"""What `/v1/models` calls it where it is served without `--model-path`, unless `--served-model-name` says otherwise."""
 DEMO_DTYPE = "float32"
 """The `--dtype` to serve the demo model with. Stock sglang's `auto` would turn a float32 checkpoint into float16
 (`sglang.srt.configs.model_config._get_and_verify_dtype`)."""

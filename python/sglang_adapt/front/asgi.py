@@ -57,6 +57,10 @@ _GENERATING = frozenset(
 _NOT_WORK = frozenset(("/v1/models", "/v1/loads", "/v1/tokenize", "/v1/detokenize"))
 
 
+_OURS = frozenset((PAGE_PATH, "/health", "/ready", "/adapt/engines"))
+"""What is answered here, to GET and HEAD."""
+
+
 class RouterProcess(Protocol):
     """The router's process, as far as draining needs it."""
 
@@ -151,6 +155,9 @@ class AdaptLayer:
 
     def _start_reload(self) -> None:
         assert self._reload is not None
+        if self._draining is not None:
+            logger.info("the tiers are not read again: the server is shutting down")
+            return
         task = asyncio.ensure_future(self._reload())
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
@@ -179,6 +186,7 @@ class AdaptLayer:
                 break
             await asyncio.sleep(0.05)
         self._stopping()
+        self._link.close()
         assert self._stop_server is not None
         self._stop_server(signal.SIGTERM, None)
 
@@ -204,6 +212,9 @@ class AdaptLayer:
                 body = {"layout": None, "engines": []} if status_now is None else _engines(status_now)
                 await _answer(send, 200 if status_now is not None else 503, body)
                 return
+        elif path in _OURS:
+            await _respond(send, 405, b'{"detail":"Method Not Allowed"}', allow=b"GET, HEAD")
+            return
         if not _is_work(scope["method"], path):
             if path == "/metrics":
                 scope = _as_plain_text(scope)
@@ -317,10 +328,14 @@ async def _refuse(send: Send, refusal: Refusal, openai: bool) -> None:
     await _respond(send, refusal.status, error_body(refusal, openai), refusal.retry_after_s)
 
 
-async def _respond(send: Send, status: int, body: bytes, retry_after_s: int | None = None) -> None:
+async def _respond(
+    send: Send, status: int, body: bytes, retry_after_s: int | None = None, allow: bytes | None = None
+) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 503 or retry_after_s is not None:
         headers.append((b"retry-after", str(retry_after_s or RETRY_AFTER_S).encode()))
+    if allow is not None:
+        headers.append((b"allow", allow))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

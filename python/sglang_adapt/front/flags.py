@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_adapt.core.config import AdaptPolicy
+from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.overheads import default_overheads_file
 from sglang_adapt.core.slo_file import BUILT_IN_NAME
 from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS
@@ -58,20 +59,20 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-interval",
         metavar="SECONDS",
-        type=float,
+        type=number,
         default=1.0,
         help="how often the planner of --adapt-policy auto looks at the traffic, in seconds (default: 1)",
     )
     group.add_argument(
         "--adapt-virtual-gpus",
         metavar="N",
-        type=int,
+        type=whole,
         help=f"number of virtual GPUs on a machine without CUDA (default: {VIRTUAL_GPUS_DEFAULT})",
     )
     group.add_argument(
         "--adapt-restart-limit",
         metavar="N",
-        type=int,
+        type=whole,
         default=3,
         help="give an engine up when it has died more often than this within --adapt-restart-window, and end the "
         "server when a keeper has (default: 3)",
@@ -79,21 +80,21 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-restart-window",
         metavar="SECONDS",
-        type=float,
+        type=number,
         default=300.0,
         help="window of --adapt-restart-limit in seconds (default: 300)",
     )
     group.add_argument(
         "--adapt-drain-timeout",
         metavar="SECONDS",
-        type=float,
+        type=number,
         default=60.0,
         help="how long running requests may take after SIGTERM or Ctrl-C, in seconds (default: 60)",
     )
     group.add_argument(
         "--adapt-switch-timeout",
         metavar="SECONDS",
-        type=float,
+        type=number,
         default=60.0,
         help="how long a switch of layout waits for requests that have to end before it (strategy drain, and requests "
         "that cannot be moved), in seconds (default: 60)",

@@ -30,6 +30,7 @@ from sglang_adapt.core.slo import (
     request_terms,
 )
 from sglang_adapt.front.errors import Refusal
+from sglang_adapt.front.link import LinkClosedError
 from sglang_adapt.policy.tiers import TierSettings, target_faults, terms_fault
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class AsksRouter(Protocol):
     """The router, as far as the gate needs it."""
 
     async def admit(self, request: AdmitRequest) -> AdmitAnswer:
-        """Its answer. Raises TimeoutError."""
+        """Its answer. Raises TimeoutError, LinkClosedError."""
         ...
 
     async def give_back(self, request_id: int) -> None:
@@ -198,6 +199,8 @@ class Gate:
             # Its answer may be on the way.
             await self.left(request)
             return Refusal(503, "no_engine", "the router does not answer; the server is starting or broken")
+        except LinkClosedError as error:
+            return Refusal(503, "draining", str(error))
         except asyncio.CancelledError:
             await self.left(request)
             raise

@@ -13,18 +13,26 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
+from sglang_adapt.core.digits import number
+from sglang_adapt.core.messages import LayoutAnswer
 from sglang_adapt.front.errors import Refusal, error_body
-from sglang_adapt.front.link import RouterLink
+from sglang_adapt.front.link import LinkClosedError, RouterLink
 from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.upstream.front import ADMIN_BODY_BYTES
 
 PATH = "/adapt/layout"
 PLAN_PATH = "/adapt/plan"
 MAX_RATE_RPS = 1e6
+MAX_REASON = 200
+"""Characters of why a layout is asked for."""
+_HOW = (
+    'send {"layout": "tp2@0-1", "strategy": "auto"}, or {"layout": "auto"} to let the planner decide; strategies are '
+    + ", ".join(Strategy)
+)
 Answer = tuple[int, bytes]
 Handler = Callable[[bytes, str | None], Awaitable[Answer]]
 """`handler(said, client)`: the request's body, of a GET its query string, and the client's address; gives HTTP
@@ -36,12 +44,13 @@ class LayoutOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         layout: engines that cover every GPU once, e.g. `tp1@0,tp1@1`; `auto`: what the planner decides from now on.
-        strategy: what becomes of requests of engines that leave.
-        reason: for the log.
+        strategy: what becomes of requests of engines that leave (default: `auto`); not with layout `auto`, which moves
+            nothing by itself.
+        reason: for the log, which has a line for each switch.
     """
 
     layout: str
-    strategy: Strategy = Strategy.AUTO
+    strategy: Strategy | None = None
     reason: str = "asked for over HTTP"
 
 
@@ -63,33 +72,54 @@ class LayoutApi:
         return {("GET", PATH): self.get, ("POST", PATH): self.post, ("GET", PLAN_PATH): self.plan}
 
     async def get(self, body: bytes, client: str | None) -> Answer:
-        try:
-            answer = await self._link.layout()
-        except TimeoutError:
-            return refuse(503, "no_router", "the router does not answer; the server is starting or broken")
-        return _body(answer.status, answer.body)
+        return await _answered(self._link.layout())
 
     async def post(self, body: bytes, client: str | None) -> Answer:
         if not self._has_key and not is_loopback(client):
             return refuse_stranger("the layout can be changed", client)
+        if (large := refuse_large(body)) is not None:
+            return large
+        if not body.strip():
+            return refuse(400, "bad_request", f"the body is empty; {_HOW}")
         try:
             order = msgspec.json.decode(body, type=LayoutOrder)
-        except msgspec.DecodeError as error:
-            example = '{"layout": "tp2@0-1", "strategy": "auto"}'
-            strategies = ", ".join(Strategy)
-            return refuse(400, "bad_request", f"{error}; send {example}; strategies are {strategies}")
-        answer = await self._link.switch(order.layout, order.strategy.value, order.reason)
-        return _body(answer.status, answer.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return refuse(400, "bad_request", f"{_fault(body, error)}; {_HOW}")
+        if len(order.reason) > MAX_REASON or not order.reason.isprintable():
+            return refuse(
+                400, "bad_request", f"reason: give one line of at most {MAX_REASON} characters; it goes to the log"
+            )
+        if order.layout == "auto" and order.strategy is not None:
+            return refuse(
+                400,
+                "bad_request",
+                f"layout auto gives the decision back to the planner and moves nothing itself, so strategy "
+                f"{order.strategy} would mean nothing; leave it out, or name a layout",
+            )
+        strategy = order.strategy or Strategy.AUTO
+        return await _answered(self._link.switch(order.layout, strategy.value, order.reason))
 
     async def plan(self, query: bytes, client: str | None) -> Answer:
         rates = rates_of(query.decode("ascii", "replace"))
         if isinstance(rates, str):
             return refuse(400, "bad_rates", f"{rates}; give ?rates=strict:5,loose:20, or ?rates=20 without tiers")
-        try:
-            answer = await self._link.plan(rates)
-        except TimeoutError:
-            return refuse(503, "no_router", "the router does not answer; the server is starting or broken")
-        return _body(answer.status, answer.body)
+        return await _answered(self._link.plan(rates))
+
+
+def _fault(body: bytes, error: Exception) -> str:
+    """What is wrong with a body, in words; msgspec calls half of a surrogate pair truncated data."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as no_text:
+        return f"the body is not UTF-8 (byte {no_text.start})"
+    try:
+        # Takes what msgspec does not.
+        halves = json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return f"the body is not JSON: {error}"
+    if any("\ud800" <= character <= "\udfff" for character in halves):
+        return "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+    return str(error)
 
 
 def rates_of(query: str) -> dict[str, float] | str:
@@ -97,20 +127,25 @@ def rates_of(query: str) -> dict[str, float] | str:
     given = parse_qs(query, keep_blank_values=True)
     unknown = sorted(set(given) - {"rates"})
     if unknown:
-        return f"{unknown[0]} is not a parameter"
+        return f"{_shown(unknown[0])} is not a parameter"
     rates: dict[str, float] = {}
     for part in ",".join(given.get("rates", [])).split(","):
-        tier, _, number = part.strip().rpartition(":")
+        tier, _, digits = part.strip().rpartition(":")
         try:
-            rate = float(number)
+            rate = number(digits)
         except ValueError:
-            return f"{part!r} is not a rate"
+            return f"{_shown(part)} is not a rate"
         if not 0 <= rate <= MAX_RATE_RPS:
-            return f"{part!r} is not a rate from 0 to {MAX_RATE_RPS:g}"
+            return f"{_shown(part)} is not a rate from 0 to {MAX_RATE_RPS:g}"
         if tier in rates:
-            return f"{part!r} is given twice"
+            return f"{_shown(part)} is given twice"
         rates[tier] = rate
     return rates
+
+
+def _shown(text: str) -> str:
+    """A client's text as it may stand in an answer."""
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 def is_loopback(client: str | None) -> bool:
@@ -126,10 +161,24 @@ def is_loopback(client: str | None) -> bool:
     return (mapped or address).is_loopback
 
 
-def _body(status: int, body: dict[str, Any]) -> Answer:
-    if status != 200:
-        return refuse(status, body["code"], body["message"])
-    return 200, json.dumps(body).encode()
+async def _answered(asked: Awaitable[LayoutAnswer]) -> Answer:
+    """What the router says, or why it says nothing."""
+    try:
+        answer = await asked
+    except TimeoutError:
+        return refuse(503, "no_router", "the router does not answer; the server is starting or broken")
+    except LinkClosedError as error:
+        return refuse(503, "draining", str(error))
+    if answer.status != 200:
+        return refuse(answer.status, answer.body["code"], answer.body["message"])
+    return 200, json.dumps(answer.body).encode()
+
+
+def refuse_large(body: bytes) -> Answer | None:
+    """Of an order nobody needs more than a few lines."""
+    if len(body) <= ADMIN_BODY_BYTES:
+        return None
+    return refuse(413, "too_large", f"the body has more than {ADMIN_BODY_BYTES} bytes; {_HOW}")
 
 
 def refuse_stranger(what: str, client: str | None) -> Answer:

@@ -7,7 +7,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -24,6 +25,10 @@ LAYOUT_TIMEOUT_S = 40.0
 """How long the engines may take to say what they have: longer than the router waits for each."""
 SILENT_AFTER_S = 5.0
 """The router sends its status every second; after this long without one it counts as silent."""
+
+
+class LinkClosedError(RuntimeError):
+    """The server has stopped: the router is gone, and answers nothing that it was asked."""
 
 
 class RouterLink:
@@ -60,6 +65,32 @@ class RouterLink:
         self._socket.bind(self._endpoint)
         self._task = asyncio.get_running_loop().create_task(self._receive(self._socket))
 
+    def close(self) -> None:
+        """The router has ended: whoever waits for an answer, or asks from now on, is told so."""
+        if self._socket is None or self._task is None:
+            return
+        self._task.cancel()
+        self._socket.close(linger=0)
+        self._socket = None
+        waiting: list[asyncio.Future[Any]] = [*self._layout_answers.values(), *self._admissions.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(_closed())
+                # Known, also if its asker is still sending.
+                future.exception()
+
+    async def _send(self, message: messages.FrontToRouter) -> None:
+        """Raises LinkClosedError."""
+        if self._socket is None:
+            raise _closed()
+        try:
+            await self._socket.send(messages.encode(message))
+        except asyncio.CancelledError:
+            # Closing the socket cancels what waits for it.
+            if self._socket is None:
+                raise _closed() from None
+            raise
+
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             message = messages.decode_router_to_front(await socket.recv())
@@ -89,47 +120,48 @@ class RouterLink:
         return self._status
 
     async def ask(self) -> RouterStatus | None:
-        """The router's status as it is now; None if it does not answer in `SILENT_AFTER_S`."""
-        assert self._socket is not None
+        """The router's status as it is now; None if it does not answer in `SILENT_AFTER_S`, or has ended."""
         self._heard.clear()
-        await self._socket.send(messages.encode(messages.StatusRequest()))
         try:
+            await self._send(messages.StatusRequest())
             await asyncio.wait_for(self._heard.wait(), SILENT_AFTER_S)
-        except TimeoutError:
+        except (TimeoutError, LinkClosedError):
             return None
         return self._status
 
     async def admit(self, request: AdmitRequest) -> AdmitAnswer:
-        """Whether a request will be served. Raises TimeoutError."""
+        """Whether a request will be served. Raises TimeoutError, LinkClosedError."""
         return await self._answer_to(request, self._admissions, SILENT_AFTER_S)
 
     async def give_back(self, request_id: int) -> None:
-        """An admitted request has gone without being tokenized."""
-        assert self._socket is not None
-        await self._socket.send(messages.encode(messages.PlaceReturned(request_id)))
+        """An admitted request has gone without being tokenized; once the router has ended, nobody needs to know."""
+        with suppress(LinkClosedError):
+            await self._send(messages.PlaceReturned(request_id))
 
     async def set_tiers(self, config: SloConfig) -> None:
-        """Give the router other tiers."""
-        assert self._socket is not None
-        await self._socket.send(messages.encode(messages.TiersOrder(config)))
+        """Give the router other tiers. Raises LinkClosedError."""
+        await self._send(messages.TiersOrder(config))
 
     async def layout(self) -> LayoutAnswer:
-        """The layout, read back from the engines. Raises TimeoutError."""
+        """The layout, read back from the engines. Raises TimeoutError, LinkClosedError."""
         return await self._answer_to(messages.LayoutRequest(next(self._ids)), self._layout_answers, LAYOUT_TIMEOUT_S)
 
     async def switch(self, layout: str, strategy: str, reason: str) -> LayoutAnswer:
-        """Go over to a layout; returns when it is done or refused. The router limits how long that takes."""
+        """Go over to a layout; returns when it is done or refused. The router limits how long that takes.
+
+        Raises LinkClosedError: it ended meanwhile.
+        """
         request = messages.SwitchRequest(next(self._ids), layout, strategy, reason)
         return await self._answer_to(request, self._layout_answers, None)
 
     async def plan(self, rates: dict[str, float]) -> LayoutAnswer:
-        """What the planner would do at these rates. Raises TimeoutError."""
+        """What the planner would do at these rates. Raises TimeoutError, LinkClosedError."""
         return await self._answer_to(
             messages.PlanRequest(next(self._ids), rates), self._layout_answers, LAYOUT_TIMEOUT_S
         )
 
     async def view(self) -> LayoutAnswer:
-        """What the live page shows. Raises TimeoutError."""
+        """What the live page shows. Raises TimeoutError, LinkClosedError."""
         return await self._answer_to(messages.ViewRequest(next(self._ids)), self._layout_answers, SILENT_AFTER_S)
 
     async def _answer_to(
@@ -142,17 +174,24 @@ class RouterLink:
         waiting: dict[int, asyncio.Future[Answer]],
         timeout_s: float | None,
     ) -> Answer:
-        """Send a request that has an id, and wait among `waiting` for its answer. Raises TimeoutError."""
-        assert self._socket is not None
+        """Send a request that has an id, and wait among `waiting` for its answer.
+
+        Raises:
+            TimeoutError: it has not come in time.
+            LinkClosedError: it will not come.
+        """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         waiting[request.id] = future
         try:
-            await self._socket.send(messages.encode(request))
+            await self._send(request)
             return await asyncio.wait_for(future, timeout_s)
         finally:
             waiting.pop(request.id, None)
 
     async def drain(self, timeout_s: float) -> None:
         """Tell the router to finish its requests within `timeout_s`, stop the engines and exit."""
-        assert self._socket is not None
-        await self._socket.send(messages.encode(messages.DrainRequest(timeout_s)))
+        await self._send(messages.DrainRequest(timeout_s))
+
+
+def _closed() -> LinkClosedError:
+    return LinkClosedError("the server is shutting down; send the request to another one")

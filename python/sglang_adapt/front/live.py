@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_adapt.core.messages import LayoutAnswer
 from sglang_adapt.front.layout_api import Answer, refuse
+from sglang_adapt.front.link import LinkClosedError
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Live:
     """One snapshot for all who look.
 
     Args:
-        ask: the router's part of it. Raises TimeoutError.
+        ask: the router's part of it. Raises TimeoutError, LinkClosedError.
         front: the front's part of it.
         interval_s: how often a snapshot is made.
         most: viewers at a time.
@@ -123,7 +124,7 @@ class Live:
     async def _snapshot(self) -> dict[str, Any]:
         try:
             router = (await self._ask()).body
-        except TimeoutError:
+        except (TimeoutError, LinkClosedError):
             router = None
         return {"time": round(time.time(), 3), "router": router, **self._front()}
 

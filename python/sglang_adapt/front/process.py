@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -205,7 +206,14 @@ def _warm_up(server_args: Any, stopped: threading.Event) -> None:
         if ready:
             break
     _get(server_args, f"{url}/model_info")
-    logger.info("ready: http://%s:%d, process %d", server_args.host, server_args.port, os.getpid())
+    logger.info("ready: http://%s:%d, process %d", server_args.host, server_args.port, _first_process())
+
+
+def _first_process() -> int:
+    """The process that signals are for: it passes them on, and outlives this one to remove what is left."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    return parent.pid
 
 
 def _get(server_args: Any, url: str) -> bytes:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_adapt.core.config import WARMUP, AdaptConfig, AdaptPolicy
+from sglang_adapt.core.digits import whole
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError
 from sglang_adapt.front.flags import (
@@ -70,9 +71,10 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     if not virtual:
         check_allocator(os.environ)
     if not _names_model(rest):
-        from sglang_adapt.demo import demo_model_path
+        from sglang_adapt.demo import DEMO_NAME, demo_model_path
 
-        rest = ["--model-path", str(demo_model_path()), *rest]
+        # The last of a flag's values counts.
+        rest = ["--model-path", str(demo_model_path()), "--served-model-name", DEMO_NAME, *rest]
     first = upstream.parse_server_args(rest)
     _refuse_unsupported(first)
     gpus = _gpus(ours.adapt_virtual_gpus, virtual, first, upstream.gpu_count())
@@ -284,7 +286,7 @@ def _gpus(asked: int | None, virtual: bool, server_args: Any, devices: int) -> i
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        return [whole(part) for part in text.split(",")]
     except ValueError:
         raise SettingsError(f"--adapt-tp-sizes {text!r}: write TP sizes separated by commas, e.g. 1,2") from None
 

@@ -18,6 +18,7 @@ from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.core.slo_file import SloFileError, read_slo_config
 from sglang_adapt.front.gate import Gate
 from sglang_adapt.front.layout_api import Answer, Handler, is_loopback, refuse, refuse_stranger
+from sglang_adapt.front.link import LinkClosedError
 from sglang_adapt.policy.tiers import TierSettings
 
 logger = logging.getLogger(__name__)
@@ -66,13 +67,22 @@ class SloApi:
     async def post(self, body: bytes, client: str | None) -> Answer:
         if not self._has_key and not is_loopback(client):
             return refuse_stranger("tiers can be read again", client)
+        if body.strip() not in (b"", b"{}"):
+            return refuse(
+                400,
+                "bad_request",
+                "tiers are read from the file of --adapt-slo-config, not from a body; change the file and send none",
+            )
         if self._gate is None:
             return refuse(409, "no_tiers", "this server has no tiers; start it with --adapt-slo-config")
-        fault = await self.reload()
+        try:
+            fault = await self.reload()
+        except LinkClosedError as error:
+            return refuse(503, "draining", str(error))
         return await self.get(b"", client) if fault is None else refuse(400, "bad_slo_config", fault)
 
     async def reload(self) -> str | None:
-        """Read the file again; returns why the old tiers stay, or None."""
+        """Read the file again; returns why the old tiers stay, or None. Raises LinkClosedError."""
         gate, source = self._gate, self._settings.source
         assert gate is not None and source is not None
         try:

@@ -34,6 +34,7 @@ class Pilot:
         self._history = History()
         self._demands: dict[str, Demand] = {}
         self._rest = 0
+        self._asked = False
 
     def situation(
         self,
@@ -49,6 +50,7 @@ class Pilot:
         """All that the next plan depends on; the arguments are as in `demand.demands` and `planner.Situation`."""
         asked = demands(terms, windows, unfinished, self._demands)
         self._demands = {demand.terms.tier: demand for demand in asked}
+        self._asked = self._asked or any(demand.is_there for demand in asked)
         return Situation(
             demands=asked,
             speeds=speeds,
@@ -59,6 +61,7 @@ class Pilot:
             longest_tokens=longest_tokens,
             horizon_s=WINDOWS * self._interval_s,
             history=self._history,
+            asked=self._asked,
         )
 
     def may_follow(self, decided: Plan, *, in_turn: bool = True) -> bool:

@@ -91,6 +91,7 @@ class Situation:
         longest_tokens: of the longest request that is there and that not every engine holds; 0 if there is none.
         horizon_s: time over which a gain counts.
         history: of the plan before.
+        asked: somebody has asked for something since the start; before that no layout is known to be better.
     """
 
     demands: tuple[Demand, ...]
@@ -102,6 +103,7 @@ class Situation:
     longest_tokens: int = 0
     horizon_s: float = 5.0
     history: History = History()
+    asked: bool = True
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def plan(now: Situation) -> Plan:
         busy = {name: one.kv_bytes for name, one in now.running.items()}
         bound = [name for name, one in now.running.items() if one.longest_tokens]
         wanted = place(best.counts, now.gpus, now.layout, busy, bound)
-    stuck = _too_long(now, wanted, speeds)
+    stuck = _too_long(now, wanted, speeds) if now.asked else "no requests yet: the layout stays as it is"
     if stuck is not None:
         wanted = now.layout
     cost = bill(now.price, now.layout, wanted, now.running)
@@ -303,27 +305,37 @@ def _why(
 ) -> tuple[Trigger, str, Row | None]:
     """The trigger of a change, its reason in words, and, if it is for a tier, which."""
     holds = _holds(serving.counts, speeds)
+    idle = not any(row.demand.is_there for row in rows)
     if now.longest_tokens > holds:
         why = f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"
         return Trigger.LONG_CONTEXT, why, None
     for row in rows:
         if not _meets(row, serving.counts) and _meets(row, best.counts):
             terms = row.demand.terms
-            why = (
-                f"tier {terms.tier} ({terms.ttft_ms:g} / {terms.tpot_ms:g} ms) has requests, whose targets "
-                f"{serving} cannot meet"
-                if terms.ttft_ms is not None and terms.tpot_ms is not None
-                else f"tier {terms.tier} has requests, which {serving} cannot serve"
-            )
+            named, whose = f"tier {terms.tier}", ""
+            if terms.ttft_ms is not None and terms.tpot_ms is not None:
+                named, whose = f"{named} ({terms.ttft_ms:g} / {terms.tpot_ms:g} ms)", " within its targets"
+            has = "has no requests now, and the next one" if idle else "has requests, which"
+            why = f"{named} {has} {serving} cannot serve{whose}"
             return Trigger.PRIORITY, why, row
+    if idle:
+        times = [_duration(_mean_ms(option, rows)) for option in (serving, best)]
+        return Trigger.LOAD, f"no requests now; the next one takes {times[0]} on {serving}, {times[1]} on {best}", None
     load = sum(row.offered_rps for row in rows)
-    ends = [sum(option.worth.carried_rps.values()) for option in (serving, best)]
-    times = [_mean_ms(option, rows) for option in (serving, best)]
-    why = (
-        f"load {load:.3g} req/s: {serving} carries {ends[0]:.3g} in {times[0]:.0f} ms each, {best} {ends[1]:.3g} in "
-        f"{times[1]:.0f} ms"
-    )
-    return Trigger.LOAD, why, None
+    told = [_carries(option, rows, load) for option in (serving, best)]
+    return Trigger.LOAD, f"load {load:.3g} req/s: {told[0]}, {told[1]}", None
+
+
+def _carries(option: Option, rows: Sequence[Row], load: float) -> str:
+    """What an option does of a load in requests/s; the time of requests where it keeps up, as else they queue."""
+    carried = sum(option.worth.carried_rps.values())
+    if carried < (1 - BEHIND) * load:
+        return f"{option} carries {carried:.3g} of it"
+    return f"{option} carries it in {_duration(_mean_ms(option, rows))} a request"
+
+
+def _duration(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms < 10_000 else f"{ms / 1e3:.0f} s"
 
 
 def _mean_ms(option: Option, rows: Sequence[Row]) -> float:

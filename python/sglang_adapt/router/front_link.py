@@ -67,7 +67,7 @@ class FrontLink:
             self._asked.add(task)
             task.add_done_callback(self._asked.discard)
         elif isinstance(request, messages.AdmitRequest):
-            self._inbox.send(messages.encode(self._admit(request)))
+            self._tell(self._admit(request), "the answer about a request")
         elif isinstance(request, messages.PlaceReturned):
             if self.router.admission is not None:
                 self.router.admission.give_back(request.id)
@@ -86,24 +86,34 @@ class FrontLink:
         return self.router.admission.ask(request, self.router.serving())
 
     async def _answer_layout(self, request: LayoutQuestion) -> None:
-        self._inbox.send(messages.encode(await self._layout(request)))
+        self._tell(await self._layout(request), "an answer about the layout")
 
     def send_report(self, report: messages.RequestReport) -> None:
         """Tell how a request with a tier has ended."""
-        try:
-            self._inbox.send(messages.encode(report))
-        except zmq.Again:
-            logger.warning("the front takes no messages; the report of request %s is lost", report.rid)
+        self._tell(report, f"the report of request {report.rid}")
 
     def send_status(self) -> None:
         """Tell the state of all engines."""
         if self.pools is not None:
             for spec in self._specs:
                 self.router.engines[spec.name].blocks = self.pools.counts(spec)
+        self._tell(self.router.status(), "the status", logging.DEBUG)
+
+    def _tell(self, message: messages.RouterToFront, what: str, level: int = logging.WARNING) -> None:
+        """Send, if anybody listens; after `close` the front has told whoever waits that the server stops.
+
+        Args:
+            message: to the front.
+            what: it is, for the log.
+            level: of the log where the front does not listen; it does not yet when the server starts.
+        """
+        if self._inbox.closed:
+            logger.debug("the server stops; %s is not sent", what)
+            return
         try:
-            self._inbox.send(messages.encode(self.router.status()))
+            self._inbox.send(messages.encode(message))
         except zmq.Again:
-            logger.debug("the front does not listen yet")
+            logger.log(level, "the front takes no messages; %s is lost", what)
 
     async def tick(self) -> None:
         """Tell the state over and over."""
@@ -113,5 +123,7 @@ class FrontLink:
             self._ticked()
 
     def close(self) -> None:
-        """Read no more."""
+        """Read and send no more. What was asked about the layout and has no answer yet is given up."""
+        for task in self._asked:
+            task.cancel()
         self._inbox.close()

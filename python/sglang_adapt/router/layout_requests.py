@@ -44,7 +44,7 @@ async def _answer(
         return await _what_if(manager, router, request.rates)
     if request.layout == "auto":
         try:
-            manager.release()
+            manager.release(request.reason)
         except OrderRefusedError as error:
             return 409, {"code": "no_planner", "message": str(error)}
         return 200, {"active": str(router.layout), "control": "planner"}

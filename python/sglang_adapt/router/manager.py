@@ -175,11 +175,20 @@ class Manager:
     async def _follow(self, decided: Plan) -> None:
         assert decided.trigger is not None and self._pilot is not None
         states = self._router.engines
-        down = [engine.name for engine in decided.layout.engines if states[engine.name].state is not EngineState.READY]
-        if down:
-            logger.warning("layout %s would be better (%s), but %s is down", decided.layout, decided.reason, down[0])
-            self._pilot.rest()
-            return
+        for name in (engine.name for engine in decided.layout.engines):
+            state = states[name].state
+            if state is not EngineState.READY:
+                logger.log(
+                    logging.INFO if state is EngineState.STARTING else logging.WARNING,
+                    "layout %s would be better (%s), but %s %s; asked again in %d windows at the earliest",
+                    decided.layout,
+                    decided.reason,
+                    name,
+                    "is starting" if state is EngineState.STARTING else f"is not up ({state.value})",
+                    REST_WINDOWS,
+                )
+                self._pilot.rest()
+                return
         reason = f"{decided.trigger}: {decided.reason}"
         try:
             await self._modes.switch(decided.layout, decided.strategy, reason, decided.trigger)
@@ -213,11 +222,11 @@ class Manager:
         self._trigger, self._reason = Trigger.OPERATOR, reason
         return switch
 
-    def release(self) -> None:
+    def release(self, reason: str) -> None:
         """Give control back to the planner. Raises OrderRefusedError if there is none."""
         self._require_planner()
         if not self._by_planner:
-            logger.info("layout %s: the planner decides again", self._router.layout)
+            logger.info("layout %s: the planner decides again (%s)", self._router.layout, reason)
         self._take_control(by_planner=True)
 
     def _take_control(self, *, by_planner: bool) -> None:
@@ -244,10 +253,11 @@ class Manager:
         if self._router.long.waiting:
             self.hurry()
         self.reassign()
-        if not switch.leaving:
+        if switch.before == switch.after:
             return
         self._switches.append({"outcome": outcome.value, "at": round(time.time(), 3), **switch.report()})
-        if self._pilot is not None and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
+        # A change of roles alone pauses nobody, and says nothing about what a switch costs.
+        if self._pilot is not None and switch.leaving and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
             self._pilot.learn(switch.pause_ms, switch.kv_bytes)
 
     # What is told.
@@ -285,7 +295,8 @@ class Manager:
             replace(demand, rate_rps=rates.get(demand.terms.tier, 0.0), unfinished=Unfinished())
             for demand in now.demands
         )
-        decided = await asyncio.to_thread(plan, replace(now, demands=asked, longest_tokens=0, history=History()))
+        then = replace(now, demands=asked, longest_tokens=0, history=History(), asked=True)
+        decided = await asyncio.to_thread(plan, then)
         return explain(decided)
 
     def _require_planner(self) -> None:

@@ -133,7 +133,10 @@ class Modes:
                 await self.handovers.settle()
                 await self._run(switch)
             elif switch.roles_change:
+                switch.epoch = self._pools.begin_epoch()
                 self._router.activate(layout)
+            else:
+                switch.epoch = self._pools.epoch
             if switch.before != switch.after:
                 logger.info("%s", switch)
         except SwitchRefusedError:

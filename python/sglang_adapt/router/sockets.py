@@ -50,6 +50,11 @@ class Inbox:
                 logger.exception("a message of %d bytes could not be handled", len(message))
         self._loop.call_soon(self._drain)
 
+    @property
+    def closed(self) -> bool:
+        """Has it been closed?"""
+        return self._closed
+
     def send(self, message: bytes) -> None:
         """Send without waiting, and look for what has come in meanwhile.
 

@@ -179,7 +179,7 @@ class Switch:
         strategy: as asked for.
         reason: who asked, or why.
         trigger: the same as one of a few words.
-        epoch: 0 until the engines are told to stop.
+        epoch: that began with it, or, if nothing is to be changed, the present one; 0 until then.
         requests: how many went which way.
         kv_tokens: tokens whose KV was copied.
         ahead_tokens: tokens whose KV was copied before the pause; those of requests that ended meanwhile as well.

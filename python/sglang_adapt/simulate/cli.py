@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.files import replace_file
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.slo_file import SloFileError
@@ -80,18 +81,18 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", nargs="+", default=[], metavar="[TIER=]CSV", help="traces, all at once; a tier for each"
     )
     what.add_argument("--window", default="", metavar="START:END", help="seconds of the traces to take (default: all)")
-    what.add_argument("--count", type=int, help="requests of each trace at most")
-    what.add_argument("--divide", type=int, default=1, help="divide lengths by this (default: 1)")
-    what.add_argument("--longest", type=int, help="leave out requests of more tokens, prompt and output")
+    what.add_argument("--count", type=whole, help="requests of each trace at most")
+    what.add_argument("--divide", type=whole, default=1, help="divide lengths by this (default: 1)")
+    what.add_argument("--longest", type=whole, help="leave out requests of more tokens, prompt and output")
     what.add_argument(
-        "--rate-scale", type=float, default=1.0, help="requests arrive so many times as fast (default: 1)"
+        "--rate-scale", type=number, default=1.0, help="requests arrive so many times as fast (default: 1)"
     )
-    what.add_argument("--repeat", type=int, default=1, help="the traces so many times in a row (default: 1)")
-    what.add_argument("--rate", type=float, help="Poisson arrivals a second, in place of --trace")
-    what.add_argument("--seconds", type=float, default=60.0, help="of Poisson arrivals (default: 60)")
-    what.add_argument("--input", type=int, default=1024, help="prompt tokens of these, about (default: 1024)")
-    what.add_argument("--output", type=int, default=128, help="output tokens of these, about (default: 128)")
-    what.add_argument("--seed", type=int, default=0, help="of arrivals and of tiers that are drawn (default: 0)")
+    what.add_argument("--repeat", type=whole, default=1, help="the traces so many times in a row (default: 1)")
+    what.add_argument("--rate", type=number, help="Poisson arrivals a second, in place of --trace")
+    what.add_argument("--seconds", type=number, default=60.0, help="of Poisson arrivals (default: 60)")
+    what.add_argument("--input", type=whole, default=1024, help="prompt tokens of these, about (default: 1024)")
+    what.add_argument("--output", type=whole, default=128, help="output tokens of these, about (default: 128)")
+    what.add_argument("--seed", type=whole, default=0, help="of arrivals and of tiers that are drawn (default: 0)")
     tiers = parser.add_argument_group("tiers")
     tiers.add_argument("--tiers", metavar="FILE", help="as --adapt-slo-config of the server, or built-in")
     tiers.add_argument(
@@ -101,17 +102,17 @@ def _parser() -> argparse.ArgumentParser:
     tiers.add_argument(
         "--share", nargs="*", default=[], metavar="NAME:SHARE", help="of tiers of a file (default: equal)"
     )
-    tiers.add_argument("--target-scale", type=float, default=1.0, help="multiply all targets by this (default: 1)")
+    tiers.add_argument("--target-scale", type=number, default=1.0, help="multiply all targets by this (default: 1)")
     speed = parser.add_argument_group("engines")
     speed.add_argument("--profile", type=Path, help="as measured by python -m sglang_adapt.profile; needs --kv-tokens")
     speed.add_argument("--model", default="llama-3.1-8b", help="to reckon without a profile (default: llama-3.1-8b)")
     speed.add_argument("--card", default="H100", help="likewise (default: H100)")
-    speed.add_argument("--gpus", type=int, default=4, help="default: 4")
+    speed.add_argument("--gpus", type=whole, default=4, help="default: 4")
     speed.add_argument("--tp-sizes", default="", help="e.g. 1,2,4 (default: all of the profile, or 1,2,4)")
-    speed.add_argument("--kv-tokens", type=int, help="that a GPU holds at the smallest TP size (default: reckoned)")
-    speed.add_argument("--chunk", type=int, default=8192, help="prompt tokens of an iteration (default: 8192)")
-    speed.add_argument("--page", type=int, default=16, help="tokens of a page at the smallest TP size (default: 16)")
-    speed.add_argument("--requests", type=int, default=2048, help="that an engine runs at a time (default: 2048)")
+    speed.add_argument("--kv-tokens", type=whole, help="that a GPU holds at the smallest TP size (default: reckoned)")
+    speed.add_argument("--chunk", type=whole, default=8192, help="prompt tokens of an iteration (default: 8192)")
+    speed.add_argument("--page", type=whole, default=16, help="tokens of a page at the smallest TP size (default: 16)")
+    speed.add_argument("--requests", type=whole, default=2048, help="that an engine runs at a time (default: 2048)")
     system = parser.add_argument_group("system")
     system.add_argument("--layout", default=AUTO, help="as of the server, tpN for all GPUs, or auto (default)")
     system.add_argument(
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         default="ours",
         help="ours; stock: nothing refused, least load; split: stock, a part for each tier at its best TP size",
     )
-    system.add_argument("--interval", type=float, default=1.0, help="seconds between plans (default: 1)")
+    system.add_argument("--interval", type=number, default=1.0, help="seconds between plans (default: 1)")
     system.add_argument(
         "--price",
         metavar="MS:BYTES_PER_S",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.layout import Layout, parse_layout, uniform_layout
 from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
 from sglang_adapt.core.slo_file import read_slo_config
@@ -47,7 +49,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     price = PRICE
     if options.price is not None:
         try:
-            price = Price(*(float(part) for part in options.price.split(":")))
+            price = Price(*(number(part) for part in options.price.split(":")))
         except (TypeError, ValueError):
             raise FlagError(f"--price {options.price}: write MS:BYTES_PER_S") from None
         if price.fixed_ms < 0 or not price.bytes_per_s > 0:
@@ -119,7 +121,7 @@ def _window(text: str) -> tuple[float, float]:
     if not text:
         return 0.0, float("inf")
     try:
-        start, end = (float(part) for part in text.split(":"))
+        start, end = (number(part) for part in text.split(":"))
     except ValueError:
         raise FlagError(f"--window {text}: write START:END, in seconds") from None
     if not 0 <= start < end:
@@ -132,16 +134,17 @@ def layout_of(text: str, setting: Setting) -> Layout:
     sizes, gpus = setting.hardware.tp_sizes, setting.gpus
     if text == AUTO:
         return uniform_layout(sizes[0], gpus)
-    if text.startswith("tp") and text[2:].isdigit():
-        if int(text[2:]) not in sizes:
+    if re.fullmatch("tp[0-9]+", text):
+        tp = int(text[2:])
+        if tp not in sizes:
             raise FlagError(f"--layout {text}: TP sizes here are {_list(sizes)}")
-        return uniform_layout(int(text[2:]), gpus)
+        return uniform_layout(tp, gpus)
     return parse_layout(text, sizes, gpus)
 
 
 def _numbers(flag: str, text: str) -> list[int]:
     try:
-        numbers = [int(part) for part in text.split(",")]
+        numbers = [whole(part) for part in text.split(",")]
     except ValueError:
         raise FlagError(f"{flag} {text}: write numbers with commas between them") from None
     numbers.sort()
@@ -153,12 +156,12 @@ def _numbers(flag: str, text: str) -> list[int]:
 
 def _above_0(what: str, value: object) -> float:
     try:
-        number = float(str(value))
+        above = number(str(value))
     except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
+        above = 0.0
+    if not 0 < above < float("inf"):
         raise FlagError(f"{what}: give a number above 0")
-    return number
+    return above
 
 
 def _list(sizes: Sequence[int]) -> str:

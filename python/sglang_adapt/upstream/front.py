@@ -30,6 +30,8 @@ AdminHandler = Callable[[bytes, "str | None"], Awaitable[tuple[int, bytes]]]
 status and JSON body."""
 
 
+ADMIN_BODY_BYTES = 65_536
+"""More of a body than this is not read; a handler gets one byte more then, and refuses it."""
 EventsHandler = Callable[[], "AsyncIterator[bytes] | tuple[int, bytes]"]
 """Server-sent events, as they go over the wire, or HTTP status and JSON body of an error."""
 
@@ -268,8 +270,9 @@ def serve(
     from sglang.srt.entrypoints import http_server
 
     http_server.app.add_middleware(middleware, **middleware_args)
-    for (method, path), handler in admin_routes.items():
-        _add_admin_route(http_server.app, method, path, handler)
+    for path in dict.fromkeys(path for _, path in admin_routes):
+        handlers = {method: handler for (method, at), handler in admin_routes.items() if at == path}
+        _add_admin_route(http_server.app, path, handlers)
     for path, events in event_routes.items():
         _add_event_route(http_server.app, path, events)
 
@@ -291,19 +294,33 @@ def serve(
     )
 
 
-def _add_admin_route(app: Any, method: str, path: str, handler: AdminHandler) -> None:
-    """A route that stock protects as its own administrative ones (sglang/srt/utils/auth.py, ADMIN_OPTIONAL)."""
+def _add_admin_route(app: Any, path: str, handlers: Mapping[str, AdminHandler]) -> None:
+    """A route, by method, protected as stock's administrative ones (sglang/srt/utils/auth.py, ADMIN_OPTIONAL).
+
+    One route for all methods, so that a 405 names them all.
+    """
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.requests import Request
     from starlette.responses import Response
 
     async def endpoint(request: Request) -> Response:
         client = None if request.client is None else request.client.host
-        said = await request.body() if method == "POST" else request.url.query.encode()
-        status, body = await handler(said, client)
+        method = "GET" if request.method == "HEAD" else request.method
+        said = await _body(request) if method == "POST" else request.url.query.encode()
+        status, body = await handlers[method](said, client)
         return Response(body, status, media_type="application/json")
 
-    app.router.add_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=[method])
+    app.router.add_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint), methods=list(handlers))
+
+
+async def _body(request: Any) -> bytes:
+    """As much of a request's body as a handler looks at."""
+    read = bytearray()
+    async for part in request.stream():
+        read += part
+        if len(read) > ADMIN_BODY_BYTES:
+            break
+    return bytes(read[: ADMIN_BODY_BYTES + 1])
 
 
 def _add_event_route(app: Any, path: str, handler: EventsHandler) -> None:
@@ -313,6 +330,9 @@ def _add_event_route(app: Any, path: str, handler: EventsHandler) -> None:
     from starlette.responses import Response, StreamingResponse
 
     async def endpoint(request: Request) -> Response:
+        if request.method == "HEAD":
+            # A stream of nothing would go on for ever.
+            return Response(b"", headers={"cache-control": "no-store"}, media_type="text/event-stream")
         events = handler()
         if isinstance(events, tuple):
             status, body = events

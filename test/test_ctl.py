@@ -1,0 +1,63 @@
+"""`ctl` against a stand-in for the server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from sglang_adapt import ctl
+
+
+class Handler(BaseHTTPRequestHandler):
+    orders: list[object] = []
+
+    def do_GET(self) -> None:
+        self._answer({"switches": [{"reason": "x" * 100}] * 5000})
+
+    def do_POST(self) -> None:
+        self.orders.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self._answer({"active": "tp2@0-1"})
+
+    def _answer(self, body: object) -> None:
+        said = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *args: object) -> None:
+        return
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Handler.orders = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_reader_that_has_enough_is_no_missing_server(url: str) -> None:
+    command = f"set -o pipefail; {sys.executable} -m sglang_adapt.ctl --url {url} layout | head -1"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "{\n", "")
+
+
+def test_a_strategy_is_sent_only_if_it_is_given(url: str) -> None:
+    assert ctl.main(["--url", url, "layout", "auto"]) == 0
+    assert ctl.main(["--url", url, "layout", "tp2@0-1", "--strategy", "keep"]) == 0
+    reason = "asked for by ctl"
+    assert Handler.orders == [
+        {"layout": "auto", "reason": reason},
+        {"layout": "tp2@0-1", "reason": reason, "strategy": "keep"},
+    ]
