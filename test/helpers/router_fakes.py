@@ -36,6 +36,7 @@ class World:
         self.connected: dict[str, bool] = {}
         self.wake: Callable[[], None] = lambda: None
         self.ended: Callable[[Engine], None] = lambda engine: None
+        self.taken: Callable[[str], None] = lambda rid: None
         self.received: dict[str, list[bytes]] = {}
         self.on_long: Callable[[], None] = lambda: None
         self.router = Router(
@@ -50,6 +51,7 @@ class World:
                 stranded=lambda: self.wake(),
                 long_waits=lambda: self.on_long(),
                 ended=lambda engine: self.ended(engine),
+                taken=lambda rid: self.taken(rid),
             ),
             admission=admission,
             lengths=lengths,

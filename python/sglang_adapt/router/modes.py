@@ -45,6 +45,7 @@ from sglang_adapt.policy.planner import Trigger
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.handovers import Handovers
+from sglang_adapt.router.kept import Kept
 from sglang_adapt.router.placing import Placing
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.precopy import Precopy
@@ -79,6 +80,10 @@ class Modes:
         drain_timeout_s: how long requests that cannot be moved may take to end.
         costs: by which strategies are compared.
         ended: called with each switch that was asked for, and what came of it.
+
+    Attributes:
+        kept: requests that stay paused at engines outside the layout.
+        handovers: single requests on their way from engine to engine.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class Modes:
         self._placing = Placing(router, pools, specs, self._lives, costs)
         self._current: Switch | None = None
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
-        self._kept: dict[EngineSpec, Export] = {}
+        self.kept = Kept(router, pools, specs, lambda: self._current is None or not self._current.epoch, self._forget)
         self._background: set[asyncio.Task[None]] = set()
         self.handovers = Handovers(router, pools, specs, self._is_mapped, self._map, self.engine_gone)
 
@@ -148,6 +153,7 @@ class Modes:
             self._current = None
             # Blocks of engines that died on the way may have come back since.
             self._later(self._fill(self._router.layout.engines))
+            self.kept.make_room()
             self.handovers.resume()
         self._ended(switch, Outcome.IMPAIRED if switch.failures else Outcome.SWITCHED)
         return switch
@@ -165,19 +171,18 @@ class Modes:
     def engine_lost(self, spec: EngineSpec, why: str) -> None:
         """An engine died: what it kept paused goes on elsewhere, from its tokens."""
         self.handovers.engine_lost(spec)
-        export = self._kept.pop(spec, None)
+        export = self.kept.exports.pop(spec, None)
         if export is not None:
             self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
 
     def let_go(self, why: str) -> None:
         """What is kept goes on at the engines that serve, from its tokens: its own engine will not serve again."""
         if self._current is None:
-            for spec in list(self._kept):
-                self._later(self._let_go(spec, self._kept.pop(spec), why))
+            self.kept.let_go(list(self.kept.exports), why)
 
-    async def _let_go(self, spec: EngineSpec, export: Export, why: str) -> None:
+    async def _forget(self, export: Export, why: str) -> None:
+        """An engine need not keep its requests any more; the layout's engines get their blocks."""
         layout = self._router.layout
-        self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
         await self._release(Switch(layout, layout, Strategy.RECOMPUTE, why), export)
         await self._fill(layout.engines)
 
@@ -186,17 +191,13 @@ class Modes:
         """The layout of the switch that is under way."""
         return None if self._current is None else self._current.after
 
-    @property
-    def kept(self) -> dict[EngineSpec, int]:
-        """Requests that are kept, by engine."""
-        return {spec: len(export.requests) for spec, export in self._kept.items()}
-
     # The phases.
 
     async def _run(self, switch: Switch) -> None:
         router = self._router
         with switch.phase("prepare"):
             await self._prepare(switch)
+            await self.kept.settled()
         switch.epoch = self._pools.begin_epoch()
         precopy = Precopy(self._pools, self._handoff, lambda spec: self._engine(spec).state is EngineState.READY)
         exports: list[Export] = []
@@ -228,14 +229,14 @@ class Modes:
                     router.strand(router.moving, export.rids, f"{export.spec} died, which was to keep them")
                 elif export.requests:
                     switch.requests["kept"] += len(export.requests)
-                    self._kept[export.spec] = export
+                    self.kept.exports[export.spec] = export
                     router.keep(self._engine(export.spec), export.rids)
         else:
             self._strand_the_rest(switch, arrivals, served)
         self._pools.activate(switch.after.engines)
         router.activate(switch.after)
         with switch.phase("release"):
-            gone = [export for export in exports if export.spec not in self._kept]
+            gone = [export for export in exports if export.spec not in self.kept.exports]
             await asyncio.gather(*(self._release(switch, export) for export in gone))
             await self._fill(switch.after.engines)
 
@@ -393,7 +394,7 @@ class Modes:
 
         In this order, because a prompt that is read in chunks can go on only where no other one is. Raises as `_adopt`.
         """
-        kept = self._kept.pop(spec, None)
+        kept = self.kept.exports.pop(spec, None)
         if kept is None:
             await self._adopt(switch, spec, arrivals, precopy)
             return
