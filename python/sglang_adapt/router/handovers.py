@@ -6,8 +6,9 @@ the move for one call (`TakeOverCall`), and the taker's from its answer on. When
 source lets go. The ledgers know the copy from before the call until then, so that blocks of a source that dies
 meanwhile are given to nobody.
 
-What finds no room waits at its source, and goes on there after `MOST_WAIT_S`: a source that is full of such requests
-decodes them itself, so nothing can stand still. If the taker dies, its requests are computed again from their tokens,
+What finds no room waits at its source, and goes on there after `MOST_WAIT_S`, and at once if no engine that decodes
+holds all that it may come to have: a source that is full of such requests decodes them itself, so nothing can stand
+still. If the taker dies, its requests are computed again from their tokens,
 as any others of an engine that has died; if the source dies, a request on the move goes on at the taker.
 """
 
@@ -257,6 +258,7 @@ class Handovers:
             elif (
                 self._settling
                 or self._router.roles.get(source.name) is not Role.PREFILL
+                or not self._may_ever_go(prompt)
                 or now - prompt.since_s >= self._most_wait_s
             ):
                 keep.setdefault(source, []).append(prompt.hold)
@@ -294,7 +296,7 @@ class Handovers:
         """Who takes a request over; its room is noted."""
         if self._router.roles.get(prompt.source.name) is not Role.PREFILL:
             return None
-        room = [taker for taker in takers.values() if self._router.long.holds(taker.name, prompt.rid)]
+        room = [taker for taker in takers.values() if self._holds(taker.name, prompt)]
         taker = choose_taker(self._within_targets(prompt.rid, room), prompt.request.length)
         # Its target is missed by less elsewhere than where prompts are read.
         taker = taker or choose_taker(room, prompt.request.length)
@@ -302,6 +304,16 @@ class Handovers:
             return None
         takers[taker.name] = taker.after(prompt.request.length)
         return self._specs[taker.name]
+
+    def _holds(self, name: str, prompt: Prompt) -> bool:
+        """Has an engine room for all that a request may come to have, prompt and output?"""
+        limit = self._pools.settings.request_tokens[self._specs[name].tp]
+        return prompt.request.most_tokens <= limit and self._router.long.holds(name, prompt.rid)
+
+    def _may_ever_go(self, prompt: Prompt) -> bool:
+        """Is there an engine that decodes and holds a request, whether or not it has room now?"""
+        roles = self._router.roles.items()
+        return any(role is not Role.PREFILL and self._holds(name, prompt) for name, role in roles)
 
     def _within_targets(self, rid: str, takers: list[Taker]) -> list[Taker]:
         """Those of its tier that keep a request's target, and those of what they have."""
