@@ -474,7 +474,7 @@ class Node:
         call = msgspec.convert(payload, kinds[name]) if name in kinds else None
         key = (engine, name if call is None else type(call).__name__)
         self.calls.append(key)
-        if not self.world.connected[engine]:
+        if not self.router.is_ready(engine):
             raise EngineGoneError(f"{engine}: {key[1]} was not sent")
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending[engine].append(future)

@@ -42,8 +42,10 @@ from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.policy.roles import Taker, choose_taker
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.lives import Lives
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
+from sglang_adapt.router.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,7 @@ class Handovers:
         most_wait_s: float = MOST_WAIT_S,
     ) -> None:
         self._router = router
+        self._up = Lives(router, pools)
         self._pools = pools
         self._specs = specs
         self._is_mapped = is_mapped
@@ -152,7 +155,7 @@ class Handovers:
         self._full: set[EngineSpec] = set()
         self._mapping: set[EngineSpec] = set()
         self._settling = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.told = Told()
 
     @property
@@ -169,7 +172,7 @@ class Handovers:
     def noticed(self, name: str, payload: dict[str, Any]) -> None:
         """An engine has said something unasked."""
         spec = self._specs[name]
-        if self._engine(spec).state is not EngineState.READY:
+        if not self._up.is_up(spec):
             # It died after that: what is to be done for its requests is done already.
             return
         match msgspec.convert(payload, HandoverNotice):
@@ -207,13 +210,13 @@ class Handovers:
             return
         for name, role in self._router.roles.items():
             spec = self._specs[name]
-            if self._engine(spec).state is not EngineState.READY:
+            if not self._up.is_up(spec):
                 continue
             if role is Role.PREFILL:
                 self._let_leave(spec, True)
             elif self._router.layout.roles and not self._is_mapped(spec) and spec not in self._mapping:
                 self._mapping.add(spec)
-                self._start(self._map(spec))
+                self._tasks.start(self._map(spec))
         for spec in list(self._leaving):
             if self._router.roles.get(spec.name) is not Role.PREFILL:
                 self._let_leave(spec, False)
@@ -229,8 +232,7 @@ class Handovers:
         while self._tasks or self._waiting:
             # After a source's answer there is no further word from it.
             self._place()
-            if self._tasks:
-                await asyncio.wait(list(self._tasks))
+            await self._tasks.wait()
 
     def resume(self) -> None:
         """The layout that serves from now on is known."""
@@ -268,9 +270,9 @@ class Handovers:
         for (source, taker), prompts in moves.items():
             self._begin(source, taker, prompts)
         for source, holds in forget.items():
-            self._start(self._ask_source(source, LetGoCall(holds)))
+            self._tasks.start(self._ask_source(source, LetGoCall(holds)))
         for source, holds in keep.items():
-            self._start(self._keep(source, holds))
+            self._tasks.start(self._keep(source, holds))
         self.told.waits(len(self._waiting))
 
     def _takers(self) -> dict[str, Taker]:
@@ -336,7 +338,7 @@ class Handovers:
         move = _Move(source, taker, prompts, self._pools.deaths(taker), set(rids), arrived)
         self._moves.append(move)
         self._router.detach(self._engine(source), rids)
-        self._start(self._move(move, ticket))
+        self._tasks.start(self._move(move, ticket))
 
     async def _move(self, move: _Move, ticket: CopyTicket) -> None:
         """Bring requests from one engine to another."""
@@ -347,7 +349,7 @@ class Handovers:
             logger.exception("handing requests over from %s to %s broke off", move.source, move.taker)
             self._recompute([prompt.rid for prompt in move.prompts], str(error))
             for spec in (move.source, move.taker):
-                if self._engine(spec).state is EngineState.READY:
+                if self._up.is_up(spec):
                     self._pools.kill(spec, "handing requests over broke off")
             await self._gone(move)
             self._end_copy(move, ticket)
@@ -445,9 +447,9 @@ class Handovers:
             self._leaving[spec] = (deaths, True)
         else:
             known = self._leaving.pop(spec, None)
-            if known is None or known[0] != deaths or self._engine(spec).state is not EngineState.READY:
+            if known is None or known[0] != deaths or not self._up.is_up(spec):
                 return
-        self._start(self._tell(spec, on))
+        self._tasks.start(self._tell(spec, on))
 
     async def _tell(self, spec: EngineSpec, on: bool) -> None:
         if await self._ask_source(spec, LeaveCall(on)) is not None:
@@ -479,21 +481,13 @@ class Handovers:
         return None
 
     async def _ask(self, spec: EngineSpec, call: HandoverCall) -> list[HandoverAnswer]:
-        """Ask an engine that is up; raises EngineCallError."""
-        if self._engine(spec).state is not EngineState.READY:
-            raise EngineGoneError(f"{spec} is down")
+        """Ask an engine; raises EngineCallError."""
         answers = await self._pools.ask(spec, "handover", to_plain(call))
         return [msgspec.convert(answer, HandoverAnswer) for answer in answers]
 
     def _lives(self, prompt: Prompt) -> bool:
         """Does its source still hold it?"""
-        ready = self._engine(prompt.source).state is EngineState.READY
-        return ready and self._pools.deaths(prompt.source) == prompt.deaths
+        return self._up.is_same(prompt.source, prompt.deaths)
 
     def _engine(self, spec: EngineSpec) -> Engine:
         return self._router.engines[spec.name]
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -19,6 +19,7 @@ from sglang_adapt.policy.pausing import Needy, must_yield
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import Export
+from sglang_adapt.router.tasks import Tasks
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.kv_pool import look_ahead_tokens
 
@@ -55,7 +56,7 @@ class Kept:
         self._ahead = look_ahead_tokens()
         self.exports: dict[EngineSpec, Export] = {}
         self._new: list[str] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def taken(self, rid: str) -> None:
         """An engine has got a request: look, a moment later, whether what is kept leaves room for it."""
@@ -101,9 +102,7 @@ class Kept:
     def let_go(self, specs: Iterable[EngineSpec], why: str) -> None:
         """What these engines keep goes on elsewhere, from its tokens."""
         for spec in specs:
-            task = asyncio.get_running_loop().create_task(self._let_go(self.exports.pop(spec), why))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._let_go(self.exports.pop(spec), why))
 
     async def _let_go(self, export: Export, why: str) -> None:
         rids = self._router.unkeep(self._router.engines[export.spec.name])
@@ -114,4 +113,4 @@ class Kept:
     async def settled(self) -> None:
         """Wait until nothing is being let go."""
         while self._tasks:
-            await asyncio.wait(list(self._tasks))
+            await self._tasks.wait()

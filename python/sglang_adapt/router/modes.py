@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -46,6 +46,7 @@ from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineG
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.handovers import Handovers
 from sglang_adapt.router.kept import Kept
+from sglang_adapt.router.lives import Lives
 from sglang_adapt.router.placing import Placing
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.precopy import Precopy
@@ -60,6 +61,7 @@ from sglang_adapt.router.switch import (
     copies_of,
     deal,
 )
+from sglang_adapt.router.tasks import Tasks
 from sglang_adapt.upstream import wire
 
 logger = logging.getLogger(__name__)
@@ -102,11 +104,12 @@ class Modes:
         self._regions = regions
         self._drain_timeout_s = drain_timeout_s
         self._ended = ended
+        self._up = Lives(router, pools)
         self._placing = Placing(router, pools, specs, self._lives, costs)
         self._current: Switch | None = None
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
         self.kept = Kept(router, pools, specs, lambda: self._current is None or not self._current.epoch, self._forget)
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.handovers = Handovers(router, pools, specs, self._is_mapped, self._map, self.engine_gone)
 
     @property
@@ -152,7 +155,7 @@ class Modes:
         finally:
             self._current = None
             # Blocks of engines that died on the way may have come back since.
-            self._later(self._fill(self._router.layout.engines))
+            self._tasks.start(self._fill(self._router.layout.engines))
             self.kept.make_room()
             self.handovers.resume()
         self._ended(switch, Outcome.IMPAIRED if switch.failures else Outcome.SWITCHED)
@@ -160,13 +163,13 @@ class Modes:
 
     def engine_ready(self, spec: EngineSpec) -> None:
         """An engine has been started again: give it its share of the blocks, if it is in the layout."""
-        self._later(self._fill([spec]))
+        self._tasks.start(self._fill([spec]))
         self.handovers.wake()
 
     def engine_gone(self) -> None:
         """All processes of an engine have ended and its blocks are free: the layout's engines get them."""
         if self._current is None:
-            self._later(self._fill(self._router.layout.engines))
+            self._tasks.start(self._fill(self._router.layout.engines))
 
     def engine_lost(self, spec: EngineSpec, why: str) -> None:
         """An engine died: what it kept paused goes on elsewhere, from its tokens."""
@@ -199,7 +202,7 @@ class Modes:
             await self._prepare(switch)
             await self.kept.settled()
         switch.epoch = self._pools.begin_epoch()
-        precopy = Precopy(self._pools, self._handoff, lambda spec: self._engine(spec).state is EngineState.READY)
+        precopy = Precopy(self._pools, self._handoff, self._up.is_up)
         exports: list[Export] = []
         try:
             if switch.strategy in (Strategy.AUTO, Strategy.MIGRATE):
@@ -327,12 +330,12 @@ class Modes:
         if sources:
             await precopy.run(switch, sources, self._placing.room, self._placing.ahead)
         for spec in switch.entering:
-            if self._engine(spec).state is not EngineState.READY:
+            if not self._up.is_up(spec):
                 raise SwitchRefusedError(f"engine {spec} has died since the switch began")
 
     async def _export_all(self, switch: Switch, exports: list[Export], precopy: Precopy) -> None:
         """Add what all engines that leave hand out; an engine that is dead has nothing. Raises SwitchRefusedError."""
-        alive = [spec for spec in switch.leaving if self._engine(spec).state is EngineState.READY]
+        alive = [spec for spec in switch.leaving if self._up.is_up(spec)]
         results = await asyncio.gather(*(self._export(switch, spec, precopy) for spec in alive), return_exceptions=True)
         exports += [result for result in results if isinstance(result, Export)]
         for spec, result in zip(alive, results, strict=True):
@@ -426,7 +429,7 @@ class Modes:
             EngineCallError: the engine is gone, and what it had with it.
         """
         pools = self._pools
-        if self._engine(spec).state is not EngineState.READY:
+        if not self._up.is_up(spec):
             raise EngineGoneError(f"{spec} has died since the switch began")
         page = pools.settings.geometry.tokens_per_block(spec.tp)
         try:
@@ -489,7 +492,7 @@ class Modes:
 
     async def _fill(self, specs: Iterable[EngineSpec]) -> None:
         for spec in specs:
-            if self._engine(spec).state is EngineState.READY:
+            if self._up.is_up(spec):
                 try:
                     await self._pools.fill(spec)
                 except CallRefusedError as error:
@@ -511,7 +514,7 @@ class Modes:
         logger.exception("%s", why)
         if switch.epoch:
             for spec in (*switch.leaving, *switch.entering):
-                if self._engine(spec).state is EngineState.READY:
+                if self._up.is_up(spec):
                     self._pools.kill(spec, why)
         self._router.strand(self._router.moving, list(self._router.moving.in_flight), why)
         self._pools.activate(self._router.layout.engines)
@@ -527,7 +530,7 @@ class Modes:
                 self._router.strand(self._router.moving, export.rids, str(error))
         self._pools.activate(switch.before.engines)
         self._router.activate(switch.before)
-        self._later(self._fill(switch.before.engines))
+        self._tasks.start(self._fill(switch.before.engines))
 
     async def _restore(self, export: Export, leave: int = 0) -> list[str]:
         """Let an engine go on with what it holds; returns the ids.
@@ -557,24 +560,16 @@ class Modes:
     # The rest.
 
     async def _handoff(self, spec: EngineSpec, call: HandoffCall, kind: type[Answer]) -> list[Answer]:
-        """Ask an engine that is up; raises EngineCallError."""
-        if self._engine(spec).state is not EngineState.READY:
-            raise EngineGoneError(f"{spec} has died since the switch began")
+        """Ask an engine; raises EngineCallError."""
         answers = await self._pools.ask(spec, "handoff", to_plain(call))
         return [msgspec.convert(answer, kind) for answer in answers]
 
     def _lives(self, export: Export) -> bool:
         """Does the engine still hold what it handed out?"""
-        alive = self._engine(export.spec).state is EngineState.READY
-        return alive and self._pools.deaths(export.spec) == export.deaths
+        return self._up.is_same(export.spec, export.deaths)
 
     def _engine(self, spec: EngineSpec) -> Engine:
         return self._router.engines[spec.name]
-
-    def _later(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _reasons(reasons: dict[str, str]) -> tuple[int, str]:

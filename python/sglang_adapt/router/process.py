@@ -151,7 +151,9 @@ class _Process:
             traffic=self._traffic,
             lengths=self._lengths(),
         )
-        self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data), self._noticed)
+        self.calls = EngineCalls(
+            lambda name, data: self._router.engines[name].send(data), self._router.is_ready, self._noticed
+        )
 
     def _lengths(self) -> Lengths | None:
         """How long requests may become; None with a single TP size, where stock decides."""

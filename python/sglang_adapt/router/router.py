@@ -233,7 +233,7 @@ class Router:
 
     def _set_roles(self) -> None:
         """An engine has come or gone, or the layout is another one: who does what, and who gets new requests."""
-        up = {name for name in self._active if self._is_ready(name)}
+        up = {name for name in self._active if self.is_ready(name)}
         before, self.roles = self.roles, roles_now(_named_roles(self.layout), up)
         if self.roles != before:
             logger.info("roles: %s", ", ".join(f"{name} {role}" for name, role in self.roles.items()))
@@ -246,7 +246,7 @@ class Router:
                 engine = self.engines[name]
                 self._dispatch.add(name, len(engine.in_flight), sum(engine.in_flight.values()))
 
-    def _is_ready(self, name: str) -> bool:
+    def is_ready(self, name: str) -> bool:
         return name in self.engines and self.engines[name].state is EngineState.READY
 
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
@@ -305,7 +305,7 @@ class Router:
 
     def sends_to(self, name: str) -> bool:
         """May this engine get the next request, from a client or from an engine that has prefilled it?"""
-        takes_over = self.roles.get(name) is Role.DECODE and self._is_ready(name) and not self._paused
+        takes_over = self.roles.get(name) is Role.DECODE and self.is_ready(name) and not self._paused
         return name in self._dispatch or takes_over
 
     def take_up(self, engine: Engine, rids: Iterable[str]) -> None:
