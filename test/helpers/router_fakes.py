@@ -13,7 +13,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.core.layout import candidate_engines, parse_layout
 from sglang_adapt.policy.admission import Outcome
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.engine import Engine, EngineState
@@ -23,10 +23,14 @@ from sglang_adapt.upstream import wire
 
 
 class World:
-    """A router with engines tp1@0, tp1@1 and tp2@0-1; layout tp1@0,tp1@1 unless told otherwise."""
+    """A router with engines tp1@0, tp1@1 and tp2@0-1; layout tp1@0,tp1@1 unless told otherwise. More with more GPUs."""
 
     def __init__(
-        self, layout: str = "tp1@0,tp1@1", admission: Admission | None = None, lengths: Lengths | None = None
+        self,
+        layout: str = "tp1@0,tp1@1",
+        admission: Admission | None = None,
+        lengths: Lengths | None = None,
+        gpus: int = 2,
     ) -> None:
         self.tokenizer: list[object] = []
         self.outputs: list[object] = []
@@ -36,10 +40,11 @@ class World:
         self.connected: dict[str, bool] = {}
         self.wake: Callable[[], None] = lambda: None
         self.ended: Callable[[Engine], None] = lambda engine: None
+        self.taken: Callable[[str], None] = lambda rid: None
         self.received: dict[str, list[bytes]] = {}
         self.on_long: Callable[[], None] = lambda: None
         self.router = Router(
-            parse_layout(layout, (1, 2), 2),
+            parse_layout(layout, (1, 2), gpus),
             Outlets(
                 tokenizer=lambda data: self.tokenizer.append(msgpack_decode(data)),
                 outputs=lambda data: self.outputs.append(msgpack_decode(data)),
@@ -50,11 +55,12 @@ class World:
                 stranded=lambda: self.wake(),
                 long_waits=lambda: self.on_long(),
                 ended=lambda engine: self.ended(engine),
+                taken=lambda rid: self.taken(rid),
             ),
             admission=admission,
             lengths=lengths,
         )
-        for name in ("tp1@0", "tp1@1", "tp2@0-1"):
+        for name in (spec.name for spec in candidate_engines((1, 2), gpus)):
             self.connected[name] = True
             self.received[name] = []
             self.router.add_engine(Engine(name, send=self._sender(name)))

@@ -348,6 +348,7 @@ class Node:
         )
         self.world.wake = self._wake
         self.world.ended = self.modes.handovers.ended
+        self.world.taken = self.modes.kept.taken
         self._aborted_coming: set[tuple[str, str]] = set()
         for name, spec in SPECS.items():
             self.fakes[name].begin(self.pools.first_lease(spec))
@@ -387,10 +388,10 @@ class Node:
                 del fake.running[rid]
                 self.world.reply(name, io_struct.AbortReq(rid=rid))
 
-    def request(self, *rids: str, tokens: int = 40) -> None:
+    def request(self, *rids: str, tokens: int = 40, new: int | None = 4) -> None:
         for rid in rids:
             self.sent.add(rid)
-            self.world.request(rid, tokens)
+            self.world.request(rid, tokens, new)
         self.read()
 
     def read(self) -> None:
@@ -473,7 +474,7 @@ class Node:
         call = msgspec.convert(payload, kinds[name]) if name in kinds else None
         key = (engine, name if call is None else type(call).__name__)
         self.calls.append(key)
-        if not self.world.connected[engine]:
+        if not self.router.is_ready(engine):
             raise EngineGoneError(f"{engine}: {key[1]} was not sent")
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending[engine].append(future)
@@ -569,7 +570,7 @@ class Node:
         for name, spec in SPECS.items():
             if self.router.engines[name].state is EngineState.READY:
                 assert self.pools.lease(spec) == [sorted(pages) for pages in self.fakes[name].lease], name
-        if not self.modes._kept:
+        if not self.modes.kept.exports:
             serving = self.router.layout.engines
             assert [self.pools.available(spec) for spec in serving] == [0] * len(serving), "blocks that nobody uses"
             assert all(
@@ -593,7 +594,7 @@ class Node:
             assert set(fake.leaving) == {hold for spec, hold in self.modes.handovers._waiting if spec.name == name}, (
                 "held for nobody"
             )
-        kept = {rid for export in self.modes._kept.values() for rid in export.rids}
+        kept = {rid for export in self.modes.kept.exports.values() for rid in export.rids}
         held = {rid for fake in self.fakes.values() if fake.held is not None for rid in fake.held[1]}
         assert held == kept
         assert set(self.router.journal) == set(places)

@@ -65,6 +65,14 @@ class KvEngine(EngineProcess):
         """
         return self.call(_generate_when_there_is_room, prompt, new_tokens, pages)
 
+    def generate_while_pages_go(self, prompt: list[int], new_tokens: int) -> tuple[Output, int]:
+        """Send a prompt, take all free pages away while it runs, and give them back when the rest is used up.
+
+        Returns:
+            What came of it, and the pages that were taken away on each rank.
+        """
+        return self.call(_generate_while_pages_go, prompt, new_tokens)
+
 
 def region_view(tensor: torch.Tensor, geometry: PoolGeometry, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A region from the bytes of a `memory.Region`."""
@@ -162,7 +170,40 @@ def _generate_when_there_is_room(engine: Any, prompt: list[int], new_tokens: int
     return outputs[0]
 
 
+def _generate_while_pages_go(engine: Any, prompt: list[int], new_tokens: int) -> tuple[Output, int]:
+    outputs: list[Output] = []
+    thread = threading.Thread(target=lambda: outputs.extend(generate(engine, [prompt], new_tokens)), daemon=True)
+    thread.start()
+    _until(engine, "runs", thread)
+    given = _on_ranks(engine, f"{__name__}:give_all_back", [])
+    _until(engine, "is_held_up", thread)
+    _on_ranks(engine, f"{__name__}:grow", [given])
+    thread.join(_LIMIT_S)
+    if not outputs:
+        raise TimeoutError(f"the request did not go on within {_LIMIT_S} s after the lease had grown")
+    return outputs[0], len(given[0])
+
+
+def _until(engine: Any, name: str, thread: threading.Thread) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not all(_on_ranks(engine, f"{__name__}:{name}", [])):
+        if not thread.is_alive() or time.monotonic() > deadline:
+            raise RuntimeError(f"{name}: the request has ended, or it took more than {_LIMIT_S} s")
+
+
 # -- functions for `on_ranks`
+
+
+def runs(scheduler: Any) -> bool:
+    """Does a request decode?"""
+    return len(scheduler.running_batch.reqs) > 0
+
+
+def give_all_back(scheduler: Any) -> list[int]:
+    from sglang_adapt.upstream.kv_lease import EngineLease
+
+    lease = EngineLease.of(scheduler)
+    return lease.give_back(lease.spare_pages).tolist()
 
 
 def is_held_up(scheduler: Any) -> bool:

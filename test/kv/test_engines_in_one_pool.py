@@ -31,6 +31,7 @@ GEOMETRY = PoolGeometry(
 ONE = EngineRanks(1, "tp1@0", (0,))
 TWO = EngineRanks(2, "tp2@0-1", (0, 1))
 NEW_TOKENS = 12
+MANY_TOKENS = 150
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -154,6 +155,18 @@ def test_a_request_that_waits_for_room_goes_on_when_the_lease_grows(node: Node, 
     node.leases.shrink(ranks, given, 1)
     output = engine.generate_when_there_is_room(prompt, NEW_TOKENS, node.leases.grow(ranks, count, 1).tolist())
     assert output.ids == expected.ids
+    node.check()
+
+
+@pytest.mark.parametrize("name", ["tp1@0", "tp2@0-1"])
+def test_a_request_that_outgrows_its_lease_goes_on_when_it_grows(node: Node, name: str) -> None:
+    """Stock would end it with a 500."""
+    (prompt,) = prompts(1, 9)
+    (expected,) = node.stock.generate([prompt], MANY_TOKENS)
+    output, taken = node.engines[name].generate_while_pages_go(prompt, MANY_TOKENS)
+    assert taken > 40
+    assert output.ids == expected.ids
+    assert output.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     node.check()
 
 

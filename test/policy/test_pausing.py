@@ -11,7 +11,7 @@ from sglang_adapt.core.layout import Layout, parse_layout
 from sglang_adapt.policy.assign import promises
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Unfinished
-from sglang_adapt.policy.pausing import strategy_for
+from sglang_adapt.policy.pausing import Needy, must_yield, strategy_for
 from sglang_adapt.policy.price import Running
 from sglang_adapt.policy.worth import Row
 
@@ -67,3 +67,12 @@ def test_a_tier_without_an_engine_that_is_up_is_promised_on_all() -> None:
     assert promises(tiers, [a, b, c], both) == {"tp1@0": frozenset("ac"), "tp1@1": frozenset("bc")}
     assert promises(tiers, [a, b], ["tp1@1"]) == {"tp1@0": frozenset(a), "tp1@1": frozenset("ab")}
     assert promises({}, [a, b], []) == {}
+
+
+def test_only_what_is_kept_on_its_gpus_yields_to_a_request_and_only_if_it_must() -> None:
+    kept = {"tp1@0": (0,), "tp1@1": (1,), "tp1@3": (3,)}
+    fits = Needy("fits", (0, 1, 2, 3), 100, 100)
+    assert must_yield([fits], kept) == {}
+    first, second = Needy("first", (0, 1), 101, 100), Needy("second", (0, 1), 500, 100)
+    assert must_yield([fits, first, second], kept) == {"tp1@0": first, "tp1@1": first}
+    assert must_yield([Needy("elsewhere", (2,), 101, 100)], kept) == {}

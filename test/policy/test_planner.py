@@ -152,6 +152,19 @@ def long_speeds() -> tuple[Speed, ...]:
     return tuple(replace(one, request_tokens=4000 * one.tp) for one in SPEEDS)
 
 
+def test_an_engine_that_only_decodes_holds_no_long_prompt() -> None:
+    split = "tp1@0:prefill,tp1@1:prefill,tp2@2-3:decode"
+    now = situation(demand(1.0), layout=split, speeds=long_speeds(), longest_tokens=6000)
+    decided = plan(now)
+    assert (decided.move, decided.trigger) == (True, Trigger.LONG_CONTEXT)
+    assert decided.reason.startswith("a request of 6000 tokens is there")
+    assert decided.reason.endswith("holds 4000")
+    assert not decided.layout.roles
+    for longest, layout in ((4000, split), (6000, "tp1@0,tp1@1,tp2@2-3"), (6000, "tp1@0:decode,tp1@1,tp2@2-3:prefill")):
+        decided = plan(replace(now, longest_tokens=longest, layout=parse_layout(layout, (1, 2, 4), 4)))
+        assert decided.trigger is not Trigger.LONG_CONTEXT
+
+
 def test_what_was_bound_for_a_long_request_stays_for_some_windows_after_it() -> None:
     # So much that what is bound leaves load behind.
     now = situation(demand(100.0), speeds=long_speeds(), longest_tokens=6000)

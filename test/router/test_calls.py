@@ -28,7 +28,8 @@ class Engine:
     def __init__(self) -> None:
         self.sent: list[EngineCall] = []
         self.connected = True
-        self.calls = EngineCalls(self.send)
+        self.up = True
+        self.calls = EngineCalls(self.send, lambda name: self.up)
 
     def send(self, name: str, data: bytes) -> None:
         if not self.connected:
@@ -128,6 +129,17 @@ def test_an_engine_without_a_connection() -> None:
     asyncio.run(main())
 
 
+def test_an_engine_that_is_not_up_is_not_asked() -> None:
+    async def main() -> None:
+        engine = Engine()
+        engine.up = False
+        with pytest.raises(EngineGoneError, match="tp1@0: kv_state was not sent: the engine is down, or being started"):
+            await engine.calls.call("tp1@0", "kv_state", {}, 0)
+        assert (engine.sent, engine.calls._open) == ([], {})
+
+    asyncio.run(main())
+
+
 def test_replies_do_not_reach_the_front() -> None:
     world = World().warm()
     reply = wire.reply_message(EngineReply(3, 0, [OK]))
@@ -175,7 +187,7 @@ def test_an_unexpected_error_ends_the_rank() -> None:
 
 def test_what_an_engine_says_unasked_is_passed_on() -> None:
     heard: list[tuple[str, dict[str, Any]]] = []
-    calls = EngineCalls(Engine().send, lambda name, payload: heard.append((name, payload)))
+    calls = EngineCalls(Engine().send, lambda name: True, lambda name, payload: heard.append((name, payload)))
     request = CarriedRequest("r", RequestKind.RUNNING, 5, 6, 9, None, b"state")
     told = Prefilled([request], [1], [[[3], [4]]])
     calls.on_reply("tp2@0-1", msgpack_encode(wire.notice_message(EngineNotice(to_plain(told)))))

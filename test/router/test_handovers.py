@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct
-from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SPLIT, TWO, Node
+from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SETTINGS, SPLIT, TWO, Node
 from test_modes_random import Story
 
 from sglang_adapt.core.layout import Role
@@ -105,6 +105,21 @@ def test_what_waits_too_long_is_decoded_where_it_is() -> None:
         node.check()
         node.finish()
         await node.settle()
+        node.check()
+
+    run(story())
+
+
+def test_what_no_engine_that_decodes_holds_is_decoded_where_it_is_at_once() -> None:
+    async def story() -> None:
+        node = await split()
+        node.modes.handovers._most_wait_s = 3600.0
+        node.request("too long", "short")
+        node.fakes["tp1@0"].most["too long"] = SETTINGS.request_tokens[1] + 1
+        node.prefill()
+        await node.settle()
+        assert node.where() == {"tp1@0": ["too long"], "tp1@1": ["short"]}
+        assert node.modes.handovers.said() == {"waiting": 0, "under_way": 0, "handed_over": 1, "kept": 1}
         node.check()
 
     run(story())

@@ -150,6 +150,73 @@ def test_shutting_down_ends_what_waits() -> None:
     assert made.router.in_flight == 0
 
 
+# Roles.
+
+SPLIT = "tp1@0:prefill,tp1@1:prefill,tp2@2-3:decode"
+WIDE_READS = "tp1@0:decode,tp1@1:decode,tp2@2-3:prefill"
+FOUR_LIMITS = {**dict.fromkeys(("tp1@0", "tp1@1", "tp1@2", "tp1@3"), 100), "tp2@0-1": 200, "tp2@2-3": 200}
+
+
+def split(policy: AdaptPolicy, layout: str = SPLIT) -> World:
+    return World(layout, lengths=Lengths(FOUR_LIMITS, policy), gpus=4).warm()
+
+
+def test_the_limit_is_that_of_engines_that_read_prompts() -> None:
+    made = split(AdaptPolicy.MANUAL)
+    assert made.router.status().request_tokens == 100
+    made.request("not", LONG)
+    text = refusal(made)
+    assert f"layout {SPLIT}, whose engines that decode get no prompts, holds requests of 100 tokens" in text
+    assert "tp2@0-1 would hold 200: switch to a layout with it" in text
+    # What asks for much is cut, as in any layout of engines that read.
+    made.request("cut", 10, new=150)
+    assert "cut" in made.seen("tp1@0")
+    made.router.activate(parse_layout(WIDE_READS, (1, 2), 4))
+    assert made.router.status().request_tokens == 200
+    made.request("long", LONG)
+    assert made.seen("tp2@2-3")[-1] == "long"
+    made.check()
+
+
+def test_a_prompt_that_only_an_engine_that_decodes_holds_waits_for_a_layout() -> None:
+    made = split(AdaptPolicy.AUTO)
+    hurried: list[bool] = []
+    made.on_long = lambda: hurried.append(True)
+    made.request("long", LONG)
+    assert (made.tokenizer, list(made.router.long.waiting), hurried) == ([], ["long"], [True])
+    made.router.activate(parse_layout("tp2@0-1,tp2@2-3", (1, 2), 4))
+    assert "long" in made.seen("tp2@0-1") + made.seen("tp2@2-3")
+    made.check()
+
+
+def test_an_engine_that_reads_and_is_down_is_still_the_reason() -> None:
+    made = split(AdaptPolicy.MANUAL, WIDE_READS)
+    made.router.engine_lost(made.engine("tp2@2-3"), EngineState.DEAD, "killed")
+    made.request("long", LONG)
+    assert "is up; one is being restarted" in str(made.tokenizer)
+
+
+def test_what_was_accepted_before_goes_on_at_an_engine_that_decodes() -> None:
+    made = split(AdaptPolicy.MANUAL, "tp2@0-1,tp2@2-3")
+    for rid in ("running", "waiting"):
+        made.request(rid, LONG)
+    [mine] = [name for name in ("tp2@0-1", "tp2@2-3") if "running" in made.seen(name)]
+    made.tokens(mine, "running", [1], 1)
+    made.router.activate(parse_layout(SPLIT, (1, 2), 4))
+    for name in ("tp2@0-1", "tp2@2-3"):
+        made.router.engine_lost(made.engine(name), EngineState.DEAD, "killed")
+    assert set(made.router.stranded.in_flight) == {"running", "waiting"}
+    assert made.router.engine_for("running") is None
+    made.warm("tp2@2-3")
+    decodes = made.engine("tp2@2-3")
+    assert made.router.engine_for("running") is decodes
+    made.received["tp2@2-3"].clear()
+    assert made.router.send_again("waiting")
+    assert made.seen("tp2@2-3") == ["waiting"]
+    made.check()
+    assert made.tokenizer == []
+
+
 # The manager.
 
 

@@ -26,7 +26,7 @@ def run(story: Callable[[Node], Awaitable[None]], checked: bool = True) -> None:
         if checked:
             node.check()
         for layout in (TWO, ONES):
-            if node.modes._kept:
+            if node.modes.kept.exports:
                 await node.switch(layout)
         await node.settle()
         node.finish()
@@ -113,7 +113,7 @@ def test_what_is_kept_goes_on_elsewhere_when_its_engine_will_not_serve_again() -
         node.modes.let_go("the end is near")
         await node.settle()
         assert node.where() == {"tp2@0-1": ["a", "c", "d"]}
-        assert node.modes._kept == {}
+        assert node.modes.kept.exports == {}
         node.check()
 
     run(story)

@@ -501,3 +501,27 @@ def test_a_request_that_has_been_read_goes_on_where_targets_hold() -> None:
     assert world.admission.decode_within(other, engines) == set()
     assert world.admission.decode_within("unknown", engines) == {"tp1@0", "tp1@1"}
     world.check()
+
+
+def test_room_for_the_next_prompt_of_a_tier_ends_when_none_has_come_for_ten_seconds() -> None:
+    world = Tiered("tp2@0-1")
+    assert world.arrive("burst", "strict", tokens=20)
+    world.finish("tp2@0-1", "burst")
+    for number in range(4):
+        # Each alone is more than half of the strict TTFT.
+        world.arrive(f"n{number}", "night", tokens=60)
+    world.router.let_go()
+    assert world.placed() == {"tp2@0-1": ["burst", "n0"]}
+    world.now += 9_000
+    world.router.let_go()
+    assert world.placed() == {"tp2@0-1": ["burst", "n0"]}
+    world.now += 1_000
+    world.router.let_go()
+    assert world.placed() == {"tp2@0-1": ["burst", "n0", "n1", "n2", "n3"]}
+    world.check()
+    # The next one has room left for it again.
+    world.arrive("strict again", "strict", tokens=1)
+    for number in range(4, 6):
+        world.arrive(f"n{number}", "night", tokens=60)
+    assert "n4" not in world.seen("tp2@0-1")
+    world.check()

@@ -71,6 +71,49 @@ def test_more_requests_than_fit_at_once_wait_and_end(small: Server) -> None:
     assert {answer.json()["meta_info"]["completion_tokens"] for answer in answers} == {100}
 
 
+def go_over(server: Server, layout: str, strategy: str) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}/adapt/layout", json={"layout": layout, "strategy": strategy}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()["requests"]
+    return report
+
+
+def kept(server: Server) -> dict[str, int]:
+    found: dict[str, int] = httpx.get(f"{server.url}/adapt/layout", timeout=60).json()["kept"]
+    return found
+
+
+@pytest.mark.parametrize(("tokens", "new"), [(1000, 20), (60, 800)])
+def test_what_is_kept_gives_its_blocks_to_a_request_that_outgrows_the_rest(
+    small: Server, tokens: int, new: int
+) -> None:
+    """Two requests of 600 tokens are kept, so that the rest holds requests of 770 tokens at TP 2, instead of 1,984."""
+    go_over(small, "tp1@0,tp1@1", "migrate")
+    alone = [generate(small, 600 + i, 300).json()["output_ids"] for i in range(2)]
+    with ThreadPoolExecutor(8) as pool:
+        paused = [pool.submit(generate, small, 600 + i, 300) for i in range(2)]
+        wait_until(lambda: all(engines(small)[name]["in_flight"] for name in ("tp1@0", "tp1@1")))
+        assert go_over(small, "tp2@0-1", "keep") == {"kept": 2}
+        # What fits beside them leaves them where they are.
+        assert generate(small, 50, 20).status_code == 200
+        assert kept(small) == {"tp1@0": 1, "tp1@1": 1}
+        big = pool.submit(generate, small, tokens, new)
+        wait_until(lambda: not kept(small))
+        behind = pool.submit(generate, small, 50, 20)
+        answers = [big.result(), behind.result(), *(one.result() for one in paused)]
+    assert [answer.status_code for answer in answers] == [200] * 4, [answer.text[:200] for answer in answers]
+    assert [answer.json()["meta_info"]["completion_tokens"] for answer in answers] == [new, 20, 300, 300]
+    assert [answer.json()["output_ids"] for answer in answers[2:]] == alone
+    assert blocks(small) == LEASES
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < 60, "not within 60 s"
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("name", ["tp2@0-1", "tp1@1"])
 def test_a_killed_engine_has_its_blocks_again_and_serves(small: Server, name: str) -> None:
     before = httpx.post(f"{small.url}/generate", json=BODY, timeout=60).json()["output_ids"]

@@ -131,10 +131,16 @@ def size_pool(
         geometry=replace(geometry, blocks=1 + blocks + engines_beside * standby),
         standby_blocks=standby,
         request_tokens={
-            tp: min((blocks - 2) * geometry.tokens_per_block(tp), (context_tokens or sys.maxsize) - 1)
+            tp: min(longest_request(blocks, geometry.tokens_per_block(tp)), (context_tokens or sys.maxsize) - 1)
             for tp in tp_sizes
         },
     )
+
+
+def longest_request(blocks: int, page: int) -> int:
+    """Tokens, prompt and output, of the longest request for which a lease of `blocks` pages of `page` tokens is enough:
+    stock rounds up, and keeps a page more than it needs."""
+    return (blocks - 2) * page
 
 
 def _least_tokens(page_tokens: int) -> int:

@@ -1,4 +1,5 @@
 """May the requests of engines that leave be paused in place, so that a tier with tight targets has the next ones alone?
+And when have they to give their blocks up?
 
 Hard preemption: nothing is copied, and what is paused goes on, KV and all, when its engine is in the layout again. Its
 price: it gives no token until then, and its blocks are not there for others. Nitsum, 3.2.2; Flying Serving, 2.3.
@@ -6,7 +7,8 @@ price: it gives no token until then, and its blocks are not there for others. Ni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.carry import Strategy
@@ -52,3 +54,42 @@ def strategy_for(
     demand = row.demand
     requests = max(1.0, demand.unfinished.requests + demand.rate_rps * horizon_s)
     return Strategy.KEEP if requests * (demand.prompt_tokens + demand.output_tokens) <= room else Strategy.AUTO
+
+
+@dataclass(frozen=True, slots=True)
+class Needy:
+    """A request of an engine that serves.
+
+    Attributes:
+        rid: its id.
+        gpus: of its engine.
+        tokens: for which its engine wants to have room now: all that it may come to have, or what stock looks ahead.
+        room: of the longest request that the engine holds beside what is kept.
+    """
+
+    rid: str
+    gpus: Collection[int]
+    tokens: int
+    room: int
+
+
+def must_yield(requests: Iterable[Needy], kept: Mapping[str, Collection[int]]) -> dict[str, Needy]:
+    """Which paused requests have to give their blocks up, and for whom.
+
+    A request whose engine could not hold it beside what is kept would wait for these blocks for ever, or outgrow the
+    rest, and all behind it with it.
+
+    Args:
+        requests: of the engines that serve.
+        kept: by engine that keeps requests, its GPUs.
+
+    Returns:
+        By engine that keeps requests and must let go, the first request that needs its blocks.
+    """
+    found: dict[str, Needy] = {}
+    for request in requests:
+        if request.tokens > request.room:
+            for name, gpus in kept.items():
+                if name not in found and not set(gpus).isdisjoint(request.gpus):
+                    found[name] = request
+    return found

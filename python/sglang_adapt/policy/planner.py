@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from sglang_adapt.core.layout import Layout
+from sglang_adapt.core.layout import Layout, Role
 from sglang_adapt.policy.assign import composed, count, greedy, place, tiers_of, with_one
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Demand
@@ -167,11 +167,17 @@ def plan(now: Situation) -> Plan:
     )
 
     longest, since = _longest(now)
+    reads = _reading(now.layout)
+
+    def holds_most(counts: Counts) -> int:
+        # The planner's own layouts have no roles.
+        return _holds(reads if counts == current else counts, speeds)
+
     # An engine that was bound for what has ended is kept for a while, but none is bound for it.
-    kept = longest if _holds(current, speeds) >= longest else now.longest_tokens
+    kept = longest if holds_most(current) >= longest else now.longest_tokens
 
     def musts(counts: Counts) -> tuple[bool, bool, int]:
-        holds = _holds(counts, speeds) >= kept
+        holds = holds_most(counts) >= kept
         return overdue is None or _meets(overdue, counts), holds, sum(_meets(row, counts) for row in rows)
 
     # What runs and is too long for any engine of a layout cannot go over to it.
@@ -234,6 +240,11 @@ def _longest(now: Situation) -> tuple[int, int]:
 def _holds(counts: Counts, speeds: Mapping[int, Speed]) -> int:
     """Tokens of the longest request that a layout holds."""
     return max((speeds[tp].request_tokens for tp, number in counts.items() if number), default=0)
+
+
+def _reading(layout: Layout) -> Counter[int]:
+    """Engines of a layout that read prompts, by TP size: a request has to fit into one of them."""
+    return Counter(spec.tp for spec, role in layout.role_of.items() if role is not Role.DECODE)
 
 
 def _too_long(now: Situation, wanted: Layout, speeds: Mapping[int, Speed]) -> str | None:
@@ -304,7 +315,7 @@ def _why(
     rows: Sequence[Row], best: Option, serving: Option, now: Situation, speeds: Mapping[int, Speed]
 ) -> tuple[Trigger, str, Row | None]:
     """The trigger of a change, its reason in words, and, if it is for a tier, which."""
-    holds = _holds(serving.counts, speeds)
+    holds = _holds(_reading(now.layout), speeds)
     idle = not any(row.demand.is_there for row in rows)
     if now.longest_tokens > holds:
         why = f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"

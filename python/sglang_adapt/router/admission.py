@@ -14,7 +14,7 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, RequestReport
-from sglang_adapt.core.slo import SloConfig, Terms, request_terms
+from sglang_adapt.core.slo import SloConfig, Terms, Tier, request_terms
 from sglang_adapt.policy.admission import (
     WINDOW_MS,
     Decision,
@@ -46,9 +46,10 @@ _FEW_TOKENS = 8
 """Requests with fewer output tokens say little of decode steps."""
 _FIRST_GUESS_OUTPUT = 128.0
 _EXPECTED_MS = 10_000.0
-"""A tier that has had a request in this time is expected to have another one."""
+"""A tier that has had a request in this time is expected to have another one, for which room is left."""
 _SPARE_OF_TTFT = 0.5
-"""Work without a promise may put prompts before the next feasible request for this part of the smallest TTFT target."""
+"""Work without a promise may put prompts before the next feasible request for this part of the smallest TTFT target of
+the tiers that are expected."""
 
 
 _PRIORITY = {Outcome.FEASIBLE: FEASIBLE, Outcome.BEST_EFFORT: BEST_EFFORT, Outcome.BACKGROUND: BACKGROUND}
@@ -435,9 +436,9 @@ class Admission:
 
     def _loads(self, engines: Sequence[Engine], prefixes: Sequence[tuple[int, bytes]] = ()) -> list[Load]:
         now = self._clock_ms()
-        self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
         times = {tp: Corrected(times, self.corrections[tp]) for tp, times in self._times.items()}
-        for_all = self._guard_ms(None)
+        expected = self._expected()
+        for_all = _guard_ms(expected, None)
         loads = []
         for name in (engine.name for engine in engines):
             sums, tiers, tp = self._tally.of(name), self._tiers_of.get(name), self._tp_of[name]
@@ -452,7 +453,7 @@ class Admission:
                     self._prefill_ms(name, now),
                     self._bounds[tp],
                     self._cached(name, prefixes) if prefixes else 0,
-                    for_all if tiers is None else self._guard_ms(tiers),
+                    for_all if tiers is None else _guard_ms(expected, tiers),
                     sums.decoding,
                     sums.preemptible,
                     tiers,
@@ -478,17 +479,15 @@ class Admission:
         self.corrections[tp] = learned(predicted_ms, actual_ms)
 
     def _spare_ms(self) -> float:
-        targets = [tier.ttft_ms for tier in self.config.tiers if tier.ttft_ms is not None]
-        return _SPARE_OF_TTFT * min(targets, default=math.inf)
+        """Prompts without a promise that may be before the next one with a promise; infinite if none is expected."""
+        targets = (tier.ttft_ms for tier in self._expected())
+        return _SPARE_OF_TTFT * min((target for target in targets if target is not None), default=math.inf)
 
-    def _guard_ms(self, tiers: frozenset[str] | None) -> float:
-        """The smallest TPOT target of tiers that had requests of late; those of single requests do not count."""
-        targets = (
-            tier.tpot_ms
-            for tier in self.config.tiers
-            if tier.name in self._seen_ms and (tiers is None or tier.name in tiers)
-        )
-        return min((target for target in targets if target is not None), default=math.inf)
+    def _expected(self) -> list[Tier]:
+        """Tiers that had requests with targets within `_EXPECTED_MS`, and so are expected to have more."""
+        now = self._clock_ms()
+        self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
+        return [tier for tier in self.config.tiers if tier.name in self._seen_ms]
 
     def _cached(self, engine: str, prefixes: Sequence[tuple[int, bytes]]) -> int:
         """Tokens of a prompt that an engine is believed to have; `prefixes` of it, the longest first."""
@@ -500,6 +499,12 @@ class Admission:
         while self._tickets and next(iter(self._tickets.values())).expires_ms < now:
             self.give_back(next(iter(self._tickets)))
         return now
+
+
+def _guard_ms(expected: Sequence[Tier], tiers: frozenset[str] | None) -> float:
+    """The smallest TPOT target of tiers that are expected; targets of single requests do not count."""
+    targets = (tier.tpot_ms for tier in expected if tiers is None or tier.name in tiers)
+    return min((target for target in targets if target is not None), default=math.inf)
 
 
 def replace_reject(terms: Terms) -> Terms:

@@ -42,12 +42,18 @@ class EngineCalls:
 
     Args:
         send: puts one stock message on an engine's input; raises zmq.Again when nobody is connected.
+        is_up: has an engine answered its warm-up request, and not died since? Others are asked nothing; one that is
+            being started would not answer.
         noticed: called with an engine's name and what it has said unasked.
     """
 
     def __init__(
-        self, send: Callable[[str, bytes], None], noticed: Callable[[str, dict[str, Any]], None] | None = None
+        self,
+        send: Callable[[str, bytes], None],
+        is_up: Callable[[str], bool],
+        noticed: Callable[[str, dict[str, Any]], None] | None = None,
     ) -> None:
+        self._is_up = is_up
         self._send = send
         self._noticed = noticed
         self._ids = itertools.count(1)
@@ -75,6 +81,8 @@ class EngineCalls:
         Raises:
             CallRefusedError, CallBrokenError, EngineGoneError: see there.
         """
+        if not self._is_up(engine):
+            raise EngineGoneError(f"{engine}: {name} was not sent: the engine is down, or being started")
         call, sent_s = EngineCall(next(self._ids), epoch, name, payload), monotonic()
         deaths = self._deaths[engine]
         future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()

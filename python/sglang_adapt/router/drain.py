@@ -33,6 +33,7 @@ async def drain(
         timeout_s: how long requests may take to end; after that they get a 503.
     """
     router.accepting = False
+    router.fail_too_long("the server is shutting down")
     logger.info("draining: %d unfinished requests, at most %.0f s", router.in_flight, timeout_s)
     deadline = time.monotonic() + timeout_s
     while router.in_flight and time.monotonic() < deadline:

@@ -6,8 +6,9 @@ the move for one call (`TakeOverCall`), and the taker's from its answer on. When
 source lets go. The ledgers know the copy from before the call until then, so that blocks of a source that dies
 meanwhile are given to nobody.
 
-What finds no room waits at its source, and goes on there after `MOST_WAIT_S`: a source that is full of such requests
-decodes them itself, so nothing can stand still. If the taker dies, its requests are computed again from their tokens,
+What finds no room waits at its source, and goes on there after `MOST_WAIT_S`, and at once if no engine that decodes
+holds all that it may come to have: a source that is full of such requests decodes them itself, so nothing can stand
+still. If the taker dies, its requests are computed again from their tokens,
 as any others of an engine that has died; if the source dies, a request on the move goes on at the taker.
 """
 
@@ -41,8 +42,10 @@ from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.policy.roles import Taker, choose_taker
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.lives import Lives
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
+from sglang_adapt.router.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +142,7 @@ class Handovers:
         most_wait_s: float = MOST_WAIT_S,
     ) -> None:
         self._router = router
+        self._up = Lives(router, pools)
         self._pools = pools
         self._specs = specs
         self._is_mapped = is_mapped
@@ -151,7 +155,7 @@ class Handovers:
         self._full: set[EngineSpec] = set()
         self._mapping: set[EngineSpec] = set()
         self._settling = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.told = Told()
 
     @property
@@ -168,7 +172,7 @@ class Handovers:
     def noticed(self, name: str, payload: dict[str, Any]) -> None:
         """An engine has said something unasked."""
         spec = self._specs[name]
-        if self._engine(spec).state is not EngineState.READY:
+        if not self._up.is_up(spec):
             # It died after that: what is to be done for its requests is done already.
             return
         match msgspec.convert(payload, HandoverNotice):
@@ -206,13 +210,13 @@ class Handovers:
             return
         for name, role in self._router.roles.items():
             spec = self._specs[name]
-            if self._engine(spec).state is not EngineState.READY:
+            if not self._up.is_up(spec):
                 continue
             if role is Role.PREFILL:
                 self._let_leave(spec, True)
             elif self._router.layout.roles and not self._is_mapped(spec) and spec not in self._mapping:
                 self._mapping.add(spec)
-                self._start(self._map(spec))
+                self._tasks.start(self._map(spec))
         for spec in list(self._leaving):
             if self._router.roles.get(spec.name) is not Role.PREFILL:
                 self._let_leave(spec, False)
@@ -228,8 +232,7 @@ class Handovers:
         while self._tasks or self._waiting:
             # After a source's answer there is no further word from it.
             self._place()
-            if self._tasks:
-                await asyncio.wait(list(self._tasks))
+            await self._tasks.wait()
 
     def resume(self) -> None:
         """The layout that serves from now on is known."""
@@ -257,6 +260,7 @@ class Handovers:
             elif (
                 self._settling
                 or self._router.roles.get(source.name) is not Role.PREFILL
+                or not self._may_ever_go(prompt)
                 or now - prompt.since_s >= self._most_wait_s
             ):
                 keep.setdefault(source, []).append(prompt.hold)
@@ -266,9 +270,9 @@ class Handovers:
         for (source, taker), prompts in moves.items():
             self._begin(source, taker, prompts)
         for source, holds in forget.items():
-            self._start(self._ask_source(source, LetGoCall(holds)))
+            self._tasks.start(self._ask_source(source, LetGoCall(holds)))
         for source, holds in keep.items():
-            self._start(self._keep(source, holds))
+            self._tasks.start(self._keep(source, holds))
         self.told.waits(len(self._waiting))
 
     def _takers(self) -> dict[str, Taker]:
@@ -294,7 +298,7 @@ class Handovers:
         """Who takes a request over; its room is noted."""
         if self._router.roles.get(prompt.source.name) is not Role.PREFILL:
             return None
-        room = [taker for taker in takers.values() if self._router.long.holds(taker.name, prompt.rid)]
+        room = [taker for taker in takers.values() if self._holds(taker.name, prompt)]
         taker = choose_taker(self._within_targets(prompt.rid, room), prompt.request.length)
         # Its target is missed by less elsewhere than where prompts are read.
         taker = taker or choose_taker(room, prompt.request.length)
@@ -302,6 +306,16 @@ class Handovers:
             return None
         takers[taker.name] = taker.after(prompt.request.length)
         return self._specs[taker.name]
+
+    def _holds(self, name: str, prompt: Prompt) -> bool:
+        """Has an engine room for all that a request may come to have, prompt and output?"""
+        limit = self._pools.settings.request_tokens[self._specs[name].tp]
+        return prompt.request.most_tokens <= limit and self._router.long.holds(name, prompt.rid)
+
+    def _may_ever_go(self, prompt: Prompt) -> bool:
+        """Is there an engine that decodes and holds a request, whether or not it has room now?"""
+        roles = self._router.roles.items()
+        return any(role is not Role.PREFILL and self._holds(name, prompt) for name, role in roles)
 
     def _within_targets(self, rid: str, takers: list[Taker]) -> list[Taker]:
         """Those of its tier that keep a request's target, and those of what they have."""
@@ -324,7 +338,7 @@ class Handovers:
         move = _Move(source, taker, prompts, self._pools.deaths(taker), set(rids), arrived)
         self._moves.append(move)
         self._router.detach(self._engine(source), rids)
-        self._start(self._move(move, ticket))
+        self._tasks.start(self._move(move, ticket))
 
     async def _move(self, move: _Move, ticket: CopyTicket) -> None:
         """Bring requests from one engine to another."""
@@ -335,7 +349,7 @@ class Handovers:
             logger.exception("handing requests over from %s to %s broke off", move.source, move.taker)
             self._recompute([prompt.rid for prompt in move.prompts], str(error))
             for spec in (move.source, move.taker):
-                if self._engine(spec).state is EngineState.READY:
+                if self._up.is_up(spec):
                     self._pools.kill(spec, "handing requests over broke off")
             await self._gone(move)
             self._end_copy(move, ticket)
@@ -433,9 +447,9 @@ class Handovers:
             self._leaving[spec] = (deaths, True)
         else:
             known = self._leaving.pop(spec, None)
-            if known is None or known[0] != deaths or self._engine(spec).state is not EngineState.READY:
+            if known is None or known[0] != deaths or not self._up.is_up(spec):
                 return
-        self._start(self._tell(spec, on))
+        self._tasks.start(self._tell(spec, on))
 
     async def _tell(self, spec: EngineSpec, on: bool) -> None:
         if await self._ask_source(spec, LeaveCall(on)) is not None:
@@ -467,21 +481,13 @@ class Handovers:
         return None
 
     async def _ask(self, spec: EngineSpec, call: HandoverCall) -> list[HandoverAnswer]:
-        """Ask an engine that is up; raises EngineCallError."""
-        if self._engine(spec).state is not EngineState.READY:
-            raise EngineGoneError(f"{spec} is down")
+        """Ask an engine; raises EngineCallError."""
         answers = await self._pools.ask(spec, "handover", to_plain(call))
         return [msgspec.convert(answer, HandoverAnswer) for answer in answers]
 
     def _lives(self, prompt: Prompt) -> bool:
         """Does its source still hold it?"""
-        ready = self._engine(prompt.source).state is EngineState.READY
-        return ready and self._pools.deaths(prompt.source) == prompt.deaths
+        return self._up.is_same(prompt.source, prompt.deaths)
 
     def _engine(self, spec: EngineSpec) -> Engine:
         return self._router.engines[spec.name]
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from sglang_adapt.core.config import AdaptPolicy
+from sglang_adapt.core.layout import Layout, Role
 from sglang_adapt.policy.lengths import MARGIN, fits, longest
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class LongRequests:
     Attributes:
         may_bind: a wide engine is bound for a request that the layout does not hold.
         needs: tokens of every request that not all engines hold, by id, from its arrival to its end.
+        patient: those of them that were paused, and wait for a layout that holds them, whoever makes it.
     """
 
     def __init__(self, lengths: Lengths, clock_ms: Callable[[], float]) -> None:
@@ -57,6 +59,7 @@ class LongRequests:
         self._sizes = sorted(set(lengths.limits.values()))
         self.may_bind = lengths.policy is AdaptPolicy.AUTO
         self.needs: dict[str, int] = {}
+        self.patient: set[str] = set()
         self._waiting: dict[str, _Waiting] = {}
         self._arrived_ms: dict[str, float] = {}
 
@@ -84,36 +87,35 @@ class LongRequests:
 
     # From arrival to end.
 
-    def arrived(
-        self, rid: str, prompt: int, asked: int | None, engines: Collection[str], alive: Collection[str]
-    ) -> str:
+    def arrived(self, rid: str, prompt: int, asked: int | None, layout: Layout, alive: Collection[str]) -> str:
         """A request has come: note how long it may become.
 
         Args:
             rid: its id.
             prompt: its tokens.
             asked: the most output tokens that it asks for; None: as many as there is room for.
-            engines: of the layout.
-            alive: all that serve or can be bound.
+            layout: that serves.
+            alive: all engines that serve or can be bound.
 
         Returns:
             Why it is refused; nothing if it is accepted.
         """
-        limit = self.limit(alive if self.may_bind else engines)
+        limit = self.limit(alive if self.may_bind else readers(layout))
         if not fits(prompt, limit) and not self._lengths.truncates:
-            return self._refusal(prompt, limit, engines, alive)
+            return self._refusal(prompt, limit, layout, alive)
         need = min(limit, longest(prompt, asked, self._sizes))
         if need > self._sizes[0]:
             self.needs[rid] = need
             self._arrived_ms[rid] = self._clock_ms()
         return ""
 
-    def _refusal(self, prompt: int, limit: int, engines: Collection[str], alive: Collection[str]) -> str:
+    def _refusal(self, prompt: int, limit: int, layout: Layout, alive: Collection[str]) -> str:
         widest = max(alive, key=lambda name: self._limits[name], default="")
         text = f"Input length ({prompt} tokens) exceeds the maximum allowed length ({limit - MARGIN} tokens)"
         if self.may_bind:
             return f"{text}: {widest}, the widest engine, holds requests of {limit} tokens, prompt and output."
-        text += f": layout {','.join(sorted(engines))} holds requests of {limit} tokens, prompt and output"
+        which = ", whose engines that decode get no prompts," if Role.DECODE in layout.roles else ""
+        text += f": layout {layout}{which} holds requests of {limit} tokens, prompt and output"
         if not widest or not fits(prompt, self._limits[widest]):
             return f"{text}, and no engine of this server holds this one."
         room = f"{widest} would hold {self._limits[widest]}"
@@ -155,3 +157,9 @@ class LongRequests:
         """A request is not there any more."""
         if self.needs.pop(rid, None) is not None:
             self._arrived_ms.pop(rid, None)
+            self.patient.discard(rid)
+
+
+def readers(layout: Layout) -> list[str]:
+    """The engines of a layout that get prompts; a request has to fit into one of them."""
+    return [spec.name for spec, role in layout.role_of.items() if role is not Role.DECODE]

@@ -140,7 +140,7 @@ class Manager:
         self._hurry.clear()
         if in_turn:
             self._traffic.close()
-            self._paused_windows = self._paused_windows + 1 if self._modes.kept else 0
+            self._paused_windows = self._paused_windows + 1 if self._modes.kept.exports else 0
         self._go_on_with_paused()
         now = self._situation()
         if self._modes.switching or not (self._router.accepting or self._router.long.waiting):
@@ -155,13 +155,9 @@ class Manager:
         return decided
 
     def _go_on_with_paused(self) -> None:
-        """What was paused for a tier goes on elsewhere if it has waited long, or if a long request needs its blocks."""
-        if not self._by_planner or not self._modes.kept or self._modes.switching:
-            return
-        if self._paused_windows > PAUSED_WINDOWS:
+        """What was paused for a tier goes on elsewhere if it has waited long."""
+        if self._by_planner and self._paused_windows > PAUSED_WINDOWS:
             self._modes.let_go(f"it has been paused for {PAUSED_WINDOWS} windows")
-        elif any(self._longest_on(engine.name) for engine in self._router.layout.engines):
-            self._modes.let_go("a long request needs the blocks of what is paused")
 
     def reassign(self) -> None:
         """The layout, the plan or the state of an engine is another one: say which tiers are promised where."""

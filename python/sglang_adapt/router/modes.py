@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -45,6 +45,8 @@ from sglang_adapt.policy.planner import Trigger
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.handovers import Handovers
+from sglang_adapt.router.kept import Kept
+from sglang_adapt.router.lives import Lives
 from sglang_adapt.router.placing import Placing
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.precopy import Precopy
@@ -59,6 +61,7 @@ from sglang_adapt.router.switch import (
     copies_of,
     deal,
 )
+from sglang_adapt.router.tasks import Tasks
 from sglang_adapt.upstream import wire
 
 logger = logging.getLogger(__name__)
@@ -79,6 +82,10 @@ class Modes:
         drain_timeout_s: how long requests that cannot be moved may take to end.
         costs: by which strategies are compared.
         ended: called with each switch that was asked for, and what came of it.
+
+    Attributes:
+        kept: requests that stay paused at engines outside the layout.
+        handovers: single requests on their way from engine to engine.
     """
 
     def __init__(
@@ -97,11 +104,12 @@ class Modes:
         self._regions = regions
         self._drain_timeout_s = drain_timeout_s
         self._ended = ended
+        self._up = Lives(router, pools)
         self._placing = Placing(router, pools, specs, self._lives, costs)
         self._current: Switch | None = None
         self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
-        self._kept: dict[EngineSpec, Export] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self.kept = Kept(router, pools, specs, lambda: self._current is None or not self._current.epoch, self._forget)
+        self._tasks = Tasks()
         self.handovers = Handovers(router, pools, specs, self._is_mapped, self._map, self.engine_gone)
 
     @property
@@ -150,37 +158,37 @@ class Modes:
         finally:
             self._current = None
             # Blocks of engines that died on the way may have come back since.
-            self._later(self._fill(self._router.layout.engines))
+            self._tasks.start(self._fill(self._router.layout.engines))
+            self.kept.make_room()
             self.handovers.resume()
         self._ended(switch, Outcome.IMPAIRED if switch.failures else Outcome.SWITCHED)
         return switch
 
     def engine_ready(self, spec: EngineSpec) -> None:
         """An engine has been started again: give it its share of the blocks, if it is in the layout."""
-        self._later(self._fill([spec]))
+        self._tasks.start(self._fill([spec]))
         self.handovers.wake()
 
     def engine_gone(self) -> None:
         """All processes of an engine have ended and its blocks are free: the layout's engines get them."""
         if self._current is None:
-            self._later(self._fill(self._router.layout.engines))
+            self._tasks.start(self._fill(self._router.layout.engines))
 
     def engine_lost(self, spec: EngineSpec, why: str) -> None:
         """An engine died: what it kept paused goes on elsewhere, from its tokens."""
         self.handovers.engine_lost(spec)
-        export = self._kept.pop(spec, None)
+        export = self.kept.exports.pop(spec, None)
         if export is not None:
             self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
 
     def let_go(self, why: str) -> None:
         """What is kept goes on at the engines that serve, from its tokens: its own engine will not serve again."""
         if self._current is None:
-            for spec in list(self._kept):
-                self._later(self._let_go(spec, self._kept.pop(spec), why))
+            self.kept.let_go(list(self.kept.exports), why)
 
-    async def _let_go(self, spec: EngineSpec, export: Export, why: str) -> None:
+    async def _forget(self, export: Export, why: str) -> None:
+        """An engine need not keep its requests any more; the layout's engines get their blocks."""
         layout = self._router.layout
-        self._router.strand(self._router.moving, self._router.unkeep(self._engine(spec)), why)
         await self._release(Switch(layout, layout, Strategy.RECOMPUTE, why), export)
         await self._fill(layout.engines)
 
@@ -189,19 +197,15 @@ class Modes:
         """The layout of the switch that is under way."""
         return None if self._current is None else self._current.after
 
-    @property
-    def kept(self) -> dict[EngineSpec, int]:
-        """Requests that are kept, by engine."""
-        return {spec: len(export.requests) for spec, export in self._kept.items()}
-
     # The phases.
 
     async def _run(self, switch: Switch) -> None:
         router = self._router
         with switch.phase("prepare"):
             await self._prepare(switch)
+            await self.kept.settled()
         switch.epoch = self._pools.begin_epoch()
-        precopy = Precopy(self._pools, self._handoff, lambda spec: self._engine(spec).state is EngineState.READY)
+        precopy = Precopy(self._pools, self._handoff, self._up.is_up)
         exports: list[Export] = []
         try:
             if switch.strategy in (Strategy.AUTO, Strategy.MIGRATE):
@@ -231,14 +235,14 @@ class Modes:
                     router.strand(router.moving, export.rids, f"{export.spec} died, which was to keep them")
                 elif export.requests:
                     switch.requests["kept"] += len(export.requests)
-                    self._kept[export.spec] = export
+                    self.kept.exports[export.spec] = export
                     router.keep(self._engine(export.spec), export.rids)
         else:
             self._strand_the_rest(switch, arrivals, served)
         self._pools.activate(switch.after.engines)
         router.activate(switch.after)
         with switch.phase("release"):
-            gone = [export for export in exports if export.spec not in self._kept]
+            gone = [export for export in exports if export.spec not in self.kept.exports]
             await asyncio.gather(*(self._release(switch, export) for export in gone))
             await self._fill(switch.after.engines)
 
@@ -329,12 +333,12 @@ class Modes:
         if sources:
             await precopy.run(switch, sources, self._placing.room, self._placing.ahead)
         for spec in switch.entering:
-            if self._engine(spec).state is not EngineState.READY:
+            if not self._up.is_up(spec):
                 raise SwitchRefusedError(f"engine {spec} has died since the switch began")
 
     async def _export_all(self, switch: Switch, exports: list[Export], precopy: Precopy) -> None:
         """Add what all engines that leave hand out; an engine that is dead has nothing. Raises SwitchRefusedError."""
-        alive = [spec for spec in switch.leaving if self._engine(spec).state is EngineState.READY]
+        alive = [spec for spec in switch.leaving if self._up.is_up(spec)]
         results = await asyncio.gather(*(self._export(switch, spec, precopy) for spec in alive), return_exceptions=True)
         exports += [result for result in results if isinstance(result, Export)]
         for spec, result in zip(alive, results, strict=True):
@@ -396,7 +400,7 @@ class Modes:
 
         In this order, because a prompt that is read in chunks can go on only where no other one is. Raises as `_adopt`.
         """
-        kept = self._kept.pop(spec, None)
+        kept = self.kept.exports.pop(spec, None)
         if kept is None:
             await self._adopt(switch, spec, arrivals, precopy)
             return
@@ -428,7 +432,7 @@ class Modes:
             EngineCallError: the engine is gone, and what it had with it.
         """
         pools = self._pools
-        if self._engine(spec).state is not EngineState.READY:
+        if not self._up.is_up(spec):
             raise EngineGoneError(f"{spec} has died since the switch began")
         page = pools.settings.geometry.tokens_per_block(spec.tp)
         try:
@@ -491,7 +495,7 @@ class Modes:
 
     async def _fill(self, specs: Iterable[EngineSpec]) -> None:
         for spec in specs:
-            if self._engine(spec).state is EngineState.READY:
+            if self._up.is_up(spec):
                 try:
                     await self._pools.fill(spec)
                 except CallRefusedError as error:
@@ -513,7 +517,7 @@ class Modes:
         logger.exception("%s", why)
         if switch.epoch:
             for spec in (*switch.leaving, *switch.entering):
-                if self._engine(spec).state is EngineState.READY:
+                if self._up.is_up(spec):
                     self._pools.kill(spec, why)
         self._router.strand(self._router.moving, list(self._router.moving.in_flight), why)
         self._pools.activate(self._router.layout.engines)
@@ -529,7 +533,7 @@ class Modes:
                 self._router.strand(self._router.moving, export.rids, str(error))
         self._pools.activate(switch.before.engines)
         self._router.activate(switch.before)
-        self._later(self._fill(switch.before.engines))
+        self._tasks.start(self._fill(switch.before.engines))
 
     async def _restore(self, export: Export, leave: int = 0) -> list[str]:
         """Let an engine go on with what it holds; returns the ids.
@@ -559,24 +563,16 @@ class Modes:
     # The rest.
 
     async def _handoff(self, spec: EngineSpec, call: HandoffCall, kind: type[Answer]) -> list[Answer]:
-        """Ask an engine that is up; raises EngineCallError."""
-        if self._engine(spec).state is not EngineState.READY:
-            raise EngineGoneError(f"{spec} has died since the switch began")
+        """Ask an engine; raises EngineCallError."""
         answers = await self._pools.ask(spec, "handoff", to_plain(call))
         return [msgspec.convert(answer, kind) for answer in answers]
 
     def _lives(self, export: Export) -> bool:
         """Does the engine still hold what it handed out?"""
-        alive = self._engine(export.spec).state is EngineState.READY
-        return alive and self._pools.deaths(export.spec) == export.deaths
+        return self._up.is_same(export.spec, export.deaths)
 
     def _engine(self, spec: EngineSpec) -> Engine:
         return self._router.engines[spec.name]
-
-    def _later(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _reasons(reasons: dict[str, str]) -> tuple[int, str]:

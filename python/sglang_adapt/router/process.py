@@ -125,7 +125,7 @@ class _Process:
             self._config.candidates,
             layout=lambda request: answer_layout(request, self._config, self._router, self._readback, self.manager),
             drain=self._drain,
-            ticked=self._tell_state,
+            ticked=self._ticked,
         )
         admission = make_admission(self._args, self._front.send_report)
         self._traffic = None
@@ -142,6 +142,7 @@ class _Process:
                 replied=lambda engine, data: self.calls.on_reply(engine.name, data),
                 stranded=lambda: self._repair.wake(),
                 placed=self._placed,
+                taken=self._taken,
                 long_waits=self._long_waits,
                 ended=self._request_ended,
             ),
@@ -150,7 +151,9 @@ class _Process:
             traffic=self._traffic,
             lengths=self._lengths(),
         )
-        self.calls = EngineCalls(lambda name, data: self._router.engines[name].send(data), self._noticed)
+        self.calls = EngineCalls(
+            lambda name, data: self._router.engines[name].send(data), self._router.is_ready, self._noticed
+        )
 
     def _lengths(self) -> Lengths | None:
         """How long requests may become; None with a single TP size, where stock decides."""
@@ -274,6 +277,11 @@ class _Process:
         check_folder()
         return StateMetrics(args.extra_metric_labels or {})
 
+    def _ticked(self) -> None:
+        if self.modes is not None:
+            self.modes.kept.make_room()
+        self._tell_state()
+
     def _tell_state(self) -> None:
         if self._state is not None:
             blocks = {} if self.pools is None else self.pools.states()
@@ -303,6 +311,10 @@ class _Process:
         """What it has been given may need tighter limits, before the next prompt comes."""
         if self._limits is not None:
             self._limits.refresh([engine])
+
+    def _taken(self, rid: str) -> None:
+        if self.modes is not None:
+            self.modes.kept.taken(rid)
 
     def _request_ended(self, engine: Engine) -> None:
         if self.modes is not None:

@@ -49,7 +49,7 @@ class Readback:
             "epoch": self._pools.epoch,
             "roles": {name: role.value for name, role in self._router.roles.items()},
             "handovers": self._modes.handovers.said(),
-            "kept": {str(spec): count for spec, count in self._modes.kept.items()},
+            "kept": {str(spec): len(export.requests) for spec, export in self._modes.kept.exports.items()},
             "engines": engines,
         }
 

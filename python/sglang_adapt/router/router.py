@@ -18,7 +18,7 @@ from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.journal import Entry
-from sglang_adapt.router.long_requests import Lengths, LongRequests
+from sglang_adapt.router.long_requests import Lengths, LongRequests, readers
 from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 
@@ -38,6 +38,7 @@ class Outlets:
         replied: called with an engine's reply to a call of the router's own (`calls.py`).
         stranded: called when requests have lost their engine.
         placed: called with an engine that has been sent a request.
+        taken: called with a request that an engine has now, while others are kept paused.
         long_waits: called when a request has come that no engine of the layout holds.
         ended: called with an engine whose request has ended, or gone.
     """
@@ -50,6 +51,7 @@ class Outlets:
     replied: Callable[[Engine, bytes], None]
     stranded: Callable[[], None] = lambda: None
     placed: Callable[[Engine], None] = lambda engine: None
+    taken: Callable[[str], None] = lambda rid: None
     long_waits: Callable[[], None] = lambda: None
     ended: Callable[[Engine], None] = lambda engine: None
 
@@ -92,6 +94,7 @@ class Router:
         self.engines: dict[str, Engine] = {}
         self.accepting = True
         self._active = {engine.name for engine in layout.engines}
+        self._readers = readers(layout)
         self.roles = _named_roles(layout)
         self._dispatch: LeastLoaded[str] = LeastLoaded()
         self._where: dict[str, Engine] = {}
@@ -201,14 +204,14 @@ class Router:
         if not self._may_serve():
             self.fail(self.stranded, list(self.stranded.in_flight), f"no engine is left to go on: {why}")
             self._fail_held(f"no engine is left: {why}")
-        self._fail_too_long(why)
+        self.fail_too_long(why)
         self._out.changed()
 
     def _may_serve(self) -> bool:
         """Is an engine of the layout up, or will one be?"""
         return any(self.engines[name].state in _MAY_SERVE for name in self._active)
 
-    def _fail_too_long(self, why: str) -> None:
+    def fail_too_long(self, why: str) -> None:
         """End with a 503 what no engine holds that can still come to serve."""
         text = f"no engine is left that holds a request of this length: {why}"
         self.fail(self.stranded, [rid for rid in self.stranded.in_flight if not self._may_hold(rid)], text)
@@ -220,7 +223,8 @@ class Router:
         """Is a request one that every engine holds, or one that an engine holds which serves, or can come to?"""
         if rid not in self.long.needs:
             return True
-        names = self.engines if self.long.may_bind else self._active
+        patient = rid in self.long.patient and self.accepting
+        names = self.engines if self.long.may_bind or patient else self._active
         return self.long.held_by_one((name for name in names if self.engines[name].state in _MAY_SERVE), rid)
 
     def _reads(self, name: str) -> bool:
@@ -229,7 +233,7 @@ class Router:
 
     def _set_roles(self) -> None:
         """An engine has come or gone, or the layout is another one: who does what, and who gets new requests."""
-        up = {name for name in self._active if self._is_ready(name)}
+        up = {name for name in self._active if self.is_ready(name)}
         before, self.roles = self.roles, roles_now(_named_roles(self.layout), up)
         if self.roles != before:
             logger.info("roles: %s", ", ".join(f"{name} {role}" for name, role in self.roles.items()))
@@ -242,7 +246,7 @@ class Router:
                 engine = self.engines[name]
                 self._dispatch.add(name, len(engine.in_flight), sum(engine.in_flight.values()))
 
-    def _is_ready(self, name: str) -> bool:
+    def is_ready(self, name: str) -> bool:
         return name in self.engines and self.engines[name].state is EngineState.READY
 
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
@@ -279,19 +283,29 @@ class Router:
         self._place(rid, entry.tokens, entry.data, accepted=True)
         return True
 
-    def engine_for(self, rid: str, wanted: str | None = None) -> Engine | None:
-        """The engine that gets a request, if there is one: `wanted`, or the one with the least load that holds it."""
+    def engine_for(self, rid: str, wanted: str | None = None, *, accepted: bool = True) -> Engine | None:
+        """The engine that gets a request, if there is one.
+
+        Args:
+            rid: its id.
+            wanted: it is this engine, if it holds the request; else the one with the least load that does.
+            accepted: it has been accepted, so that one which no engine holds that reads prompts goes to one that only
+                decodes.
+        """
         if wanted is not None and wanted in self._dispatch and self.long.holds(wanted, rid):
             return self.engines[wanted]
         if rid not in self.long.needs:
             name = self._dispatch.least()
             return None if name is None else self.engines[name]
         holding = [engine for engine in self.serving() if self.long.holds(engine.name, rid)]
+        if not holding and accepted and not self.long.held_by_one(self._readers, rid):
+            taking = [name for name in self._active if self.sends_to(name) and self.long.holds(name, rid)]
+            return min((self.engines[name] for name in taking), key=lambda engine: len(engine.in_flight), default=None)
         return min(holding, key=lambda engine: self._dispatch.load(engine.name), default=None)
 
     def sends_to(self, name: str) -> bool:
         """May this engine get the next request, from a client or from an engine that has prefilled it?"""
-        takes_over = self.roles.get(name) is Role.DECODE and self._is_ready(name) and not self._paused
+        takes_over = self.roles.get(name) is Role.DECODE and self.is_ready(name) and not self._paused
         return name in self._dispatch or takes_over
 
     def take_up(self, engine: Engine, rids: Iterable[str]) -> None:
@@ -348,6 +362,7 @@ class Router:
         """Dispatch to the engines of a layout from now on: first the aborts and the requests that have waited."""
         self.layout = layout
         self._active = {engine.name for engine in layout.engines}
+        self._readers = readers(layout)
         self._paused = False
         self._set_roles()
         for name, engine in self.engines.items():
@@ -408,6 +423,16 @@ class Router:
         if holder is not None:
             self._hand_over(holder, self.moving, rids)
         return rids
+
+    def lay_down(self, rids: Iterable[str], why: str) -> None:
+        """Requests on the move have lost their KV, and no engine has died for it: `repair.Repair` places them, those
+        that no engine of the layout holds when one does."""
+        rids = list(rids)
+        self.long.patient.update(rid for rid in rids if rid in self.long.needs)
+        text = f"no engine that holds it is left: {why}"
+        self.fail(self.moving, [rid for rid in rids if not self._may_hold(rid)], text)
+        self._hand_over(self.moving, self.stranded, rids)
+        self._out.stranded()
 
     async def ended(self, rids: Iterable[str]) -> None:
         """Wait until none of these requests is unfinished."""
@@ -473,7 +498,7 @@ class Router:
         is_client = not rid.startswith(wire.HEALTH_RID_PREFIX)
         if is_client and self.long.matter:
             asked = wire.asked_output(data)
-            if refusal := self.long.arrived(rid, tokens, asked, self._active, self._alive()):
+            if refusal := self.long.arrived(rid, tokens, asked, self.layout, self._alive()):
                 self._refuse(rid, wire.encode_refused(rid, refusal))
                 return
         if self._traffic is not None and is_client:
@@ -487,7 +512,7 @@ class Router:
     @property
     def request_tokens(self) -> int:
         """The longest request that is accepted now, prompt and output; 0 where every engine decides that alone."""
-        return self.long.limit(self._alive() if self.long.may_bind else self._active)
+        return self.long.limit(self._alive() if self.long.may_bind else self._readers)
 
     def _enter(self, rid: str, tokens: int, data: bytes, accepted: bool = False) -> None:
         """A request of a client: where its tier's targets say, now or when there is room."""
@@ -514,12 +539,12 @@ class Router:
         stranded until one is.
         """
         while True:
-            engine = self.engine_for(rid, wanted)
+            engine = self.engine_for(rid, wanted, accepted=accepted)
             wanted = None
             if engine is None and self._paused:
                 self._queue[rid] = (tokens, data)
                 return
-            if engine is None and not self.long.held_by_one(self._active, rid):
+            if engine is None and not self.long.held_by_one(self._active if accepted else self._readers, rid):
                 self._wait_for_bound(rid, tokens, data)
                 return
             if engine is None and accepted and self._may_serve():
@@ -536,7 +561,8 @@ class Router:
             # A busy engine answers it with a message that carries no id, so it cannot be tracked.
             return
         self.long.placed(rid, engine.name)
-        self._dispatch.assign(engine.name, tokens)
+        if engine.name in self._dispatch:
+            self._dispatch.assign(engine.name, tokens)
         self._hold(engine, rid, tokens)
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
@@ -560,6 +586,8 @@ class Router:
         self._where[rid] = holder
         if self.admission is not None:
             self.admission.moved(rid, holder.name, tokens)
+        if self._kept and holder.name in self.engines:
+            self._out.taken(rid)
 
     def _on_batch(self, data: bytes) -> None:
         for request in wire.split_batch(data):

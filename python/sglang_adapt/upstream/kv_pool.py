@@ -222,6 +222,36 @@ class OutputOfTheSameLengthEverywhere(Patch):
             params.max_new_tokens = most_output(len(req.origin_input_ids), params.max_new_tokens, list(limits.values()))
 
 
+class WhatRunsOutOfBlocksWaits(Patch):
+    """Puts the last request that runs back into the queue when there is no block for it; stock ends it with a 500.
+
+    In stock's own pool such a request is too long for the whole of it. A lease may be small for a while, and was large
+    enough when the request was accepted: it goes on, from its tokens, when the lease has grown.
+
+    Source: sglang/srt/managers/schedule_batch.py; who calls it queues what is retracted.
+    """
+
+    target = "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode"
+    kind = "after"
+
+    @staticmethod
+    def hook(
+        result: tuple[list[Any], float, list[Any]], self: Any, server_args: Any
+    ) -> tuple[list[Any], float, list[Any]]:
+        retracted, new_token_ratio, aborted = result
+        for req in aborted:
+            req.to_finish = None
+        return [*retracted, *aborted], new_token_ratio, []
+
+
+def look_ahead_tokens() -> int:
+    """Output tokens beyond what a request has for which stock wants room, at most, before it lets it run."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    ahead: int = CLIP_MAX_NEW_TOKENS
+    return ahead
+
+
 POOL_PATCHES: tuple[type[Patch], ...] = (
     BuffersInRegion,
     FreePagesFromLease,
@@ -230,6 +260,7 @@ POOL_PATCHES: tuple[type[Patch], ...] = (
     UsageOfLease,
     LongestRequest,
     OutputOfTheSameLengthEverywhere,
+    WhatRunsOutOfBlocksWaits,
 )
 
 
