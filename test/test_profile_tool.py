@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from sglang_adapt.profile import ProfilingError, decode_sizes, main, middle_step_ms, prefill_sizes
+from sglang_adapt.core.profile import (
+    DecodePoint,
+    PrefillPoint,
+    Profile,
+    ProfileKey,
+    SequenceProfile,
+    TpProfile,
+    read_profile,
+    write_profile,
+)
+from sglang_adapt.profile import (
+    ProfilingError,
+    decode_sizes,
+    main,
+    middle_step_ms,
+    prefill_sizes,
+    sequence_sizes,
+    with_sequences,
+)
 
 
 def test_what_fits_is_measured() -> None:
@@ -22,6 +42,32 @@ def test_a_step_is_timed_while_all_decode() -> None:
     assert middle_step_ms([[(0.0, 1), (0.4, 5)]]) == pytest.approx(100.0)
     with pytest.raises(ProfilingError, match="never decoded at the same time"):
         middle_step_ms([[(0.0, 1), (0.1, 2)], [(0.2, 1), (0.3, 2)]])
+
+
+KEY = ProfileKey("m", "float32", "virtual GPU", "0", "0", "torch_native")
+
+
+def size(tp: int, ms: float) -> TpProfile:
+    return TpProfile(tp, (PrefillPoint(16, 0, ms),), (DecodePoint(1, 24, ms),))
+
+
+def test_sequence_parallel_batches_are_added_to_a_profile(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    known = Profile(KEY, (size(1, 8.0), size(2, 5.0)))
+    assert sequence_sizes({}, None, KEY, file) == ()
+    assert sequence_sizes({"2": 0}, known, KEY, file) == (2,)
+    both = with_sequences(known, [size(2, 3.0)])
+    assert both.size(1) == known.size(1)
+    assert both.size(2).prefill == known.size(2).prefill
+    assert both.size(2).sequence == SequenceProfile((PrefillPoint(16, 0, 3.0),), (DecodePoint(1, 24, 3.0),))
+    write_profile(file, both)
+    assert read_profile(file) == both
+    with pytest.raises(ProfilingError, match="measure with --adapt-sp off first"):
+        sequence_sizes({"2": 0}, None, KEY, file)
+    with pytest.raises(ProfilingError, match="some of its batches"):
+        sequence_sizes({"2": 0, "4": 2048}, known, KEY, file)
+    with pytest.raises(ProfilingError, match="nothing of TP size 4"):
+        sequence_sizes({"2": 1, "4": 1}, known, KEY, file)
 
 
 def test_no_server(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

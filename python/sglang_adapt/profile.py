@@ -3,6 +3,9 @@
 Asks a running server, which should have nothing else to do. For each TP size it goes over to the layout that has all
 GPUs at that size, loads every engine alike, and times what a client sees, so that the figures hold the server's own
 overhead. The layout that served before is restored. Works on virtual GPUs, too.
+
+A server with `--adapt-sp 0` runs all batches of its wider engines sequence-parallel: what is measured there is added to
+the profile in FILE, which was measured with `--adapt-sp off`. From both comes the threshold of `--adapt-sp auto`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,18 @@ import msgspec
 
 from sglang_adapt.core.digits import whole
 from sglang_adapt.core.layout import uniform_layout
-from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile, write_profile
+from sglang_adapt.core.profile import (
+    DecodePoint,
+    PrefillPoint,
+    Profile,
+    ProfileError,
+    ProfileKey,
+    SequenceProfile,
+    TpProfile,
+    profile_fault,
+    read_profile,
+    write_profile,
+)
 
 _PREFILL = (16, 64, 256, 1024, 4096, 16384)
 _PREFIX = (0, 1024, 8192)
@@ -172,8 +186,46 @@ class _Server:
                     raise
 
 
-async def measure(url: str, api_key: str | None, longest: int | None, repeats: int, seed: int) -> Profile:
-    """Measure all TP sizes of the server at `url`.
+def sequence_sizes(said: dict[str, int], known: Profile | None, key: ProfileKey, output: Path) -> tuple[int, ...]:
+    """TP sizes of which sequence-parallel batches are to be measured; none on a server that runs no batch so.
+
+    Args:
+        said: by TP size, tokens of a batch from which the server runs it so.
+        known: the profile that they are added to.
+        key: of the server.
+        output: file of the profile.
+
+    Raises:
+        ProfilingError: some batches run one way and some the other, or there is no profile to add them to.
+    """
+    sizes = tuple(sorted(int(tp) for tp in said))
+    if any(tokens > 1 for tokens in said.values()):
+        raise ProfilingError(
+            "some of its batches run sequence-parallel and some do not; start it with --adapt-sp off, and then with "
+            "--adapt-sp 0"
+        )
+    if sizes and known is None:
+        raise ProfilingError(
+            f"all its batches run sequence-parallel, and there is no profile in {output} to add them to; measure with "
+            "--adapt-sp off first"
+        )
+    fault = None if known is None or not sizes else profile_fault(known, key, sizes)
+    if fault is not None:
+        raise ProfilingError(f"what is measured cannot be added to {output}: {fault}")
+    return sizes
+
+
+def with_sequences(known: Profile, measured: Sequence[TpProfile]) -> Profile:
+    """A profile with what was measured of sequence-parallel batches of some of its TP sizes."""
+    by_tp = {size.tp: SequenceProfile(size.prefill, size.decode) for size in measured}
+    return msgspec.structs.replace(
+        known,
+        sizes=tuple(msgspec.structs.replace(size, sequence=by_tp.get(size.tp, size.sequence)) for size in known.sizes),
+    )
+
+
+async def measure(url: str, api_key: str | None, longest: int | None, repeats: int, seed: int, output: Path) -> Profile:
+    """Measure all TP sizes of the server at `url`, or those that run sequence-parallel.
 
     Args:
         url: the server.
@@ -181,9 +233,11 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
         longest: prompts of at most so many tokens; None for what the server takes.
         repeats: of each prefill.
         seed: of the prompts.
+        output: file of the profile; what is in it is kept if this adds to it.
 
     Raises:
         ProfilingError: it cannot be measured.
+        ProfileError: what is in the file is no profile, and would be added to.
         aiohttp.ClientError: it does not answer.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -196,12 +250,14 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
         key = msgspec.convert(said["profile_key"], ProfileKey)
         if said["config"] is not None:
             raise ProfilingError("this server has tiers, which would hold requests back; start it without them")
+        known = read_profile(output) if said["sp_tokens"] and output.exists() else None
+        sequences = sequence_sizes(said["sp_tokens"], known, key, output)
         capacity = int(info["max_total_num_tokens"])
         running = int(info.get("max_running_requests") or 4096)
         before = (await server.get("/adapt/engines"))["layout"]
         sizes = []
         try:
-            for tp in said["tp_sizes"]:
+            for tp in sequences or said["tp_sizes"]:
                 engines = said["gpus"] // tp
                 if len(said["tp_sizes"]) > 1:
                     await server.go_to(str(uniform_layout(tp, said["gpus"])))
@@ -213,7 +269,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
         finally:
             if len(said["tp_sizes"]) > 1:
                 await server.go_to(before)
-        return Profile(key, tuple(sizes))
+        return Profile(key, tuple(sizes)) if known is None else with_sequences(known, sizes)
 
 
 async def _measure_size(
@@ -246,9 +302,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.repeats < 1 or (options.longest is not None and options.longest < 4):
         parser.error("--repeats is at least 1 and --longest at least 4")
     try:
-        profile = asyncio.run(measure(options.url, options.api_key, options.longest, options.repeats, options.seed))
+        profile = asyncio.run(
+            measure(options.url, options.api_key, options.longest, options.repeats, options.seed, options.output)
+        )
         write_profile(options.output, profile)
-    except (ProfilingError, aiohttp.ClientError, TimeoutError, OSError) as error:
+    except (ProfilingError, ProfileError, aiohttp.ClientError, TimeoutError, OSError) as error:
         print(f"error: {options.url} cannot be measured: {error}", file=sys.stderr)
         return 1
     print(f"written: {options.output}")

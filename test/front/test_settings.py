@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from sglang_adapt.demo import demo_model_path
 from sglang_adapt.front.flags import SettingsError, split_argv
 from sglang_adapt.front.settings import Settings, check_allocator, make_settings
 from sglang_adapt.upstream.front import stock_parser
+from sglang_adapt.upstream.sequence.refusals import UnsliceableError, check_sliceable
 
 
 def settings(*argv: str) -> Settings:
@@ -139,3 +142,42 @@ def test_help_has_stocks_flags_and_ours() -> None:
     text = parser.format_help()
     for flag in ("--model-path", "--schedule-policy", "--adapt-layout", "--adapt-tp-sizes", "--adapt-virtual-gpus"):
         assert flag in text
+
+
+def test_batches_run_sequence_parallel_only_if_asked(tmp_path: Path) -> None:
+    assert settings().config.sp_tokens == {}
+    made = settings("--adapt-sp", "2048", "--adapt-virtual-gpus", "4", "--adapt-tp-sizes", "1,2,4")
+    assert made.config.sp_tokens == made.tiers.sp_tokens == {2: 2048, 4: 2048}
+    assert made.sequences == tuple(f"TP {tp}: batches of 2048 tokens and more run sequence-parallel" for tp in (2, 4))
+    assert settings("--adapt-sp", "off").sequences == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--adapt-sp", "-1"], "give auto, off, or from how many tokens on"),
+        (["--adapt-sp", "often"], "give auto, off, or from how many tokens on"),
+        (["--adapt-sp", "auto"], "there is no profile; measure both ways"),
+        (["--adapt-sp", "1", "--adapt-tp-sizes", "2"], "there is only TP 2; add another one to --adapt-tp-sizes"),
+        (["--adapt-sp", "1", "--enable-two-batch-overlap"], "--enable-two-batch-overlap cannot be used"),
+        (["--adapt-sp", "1", "--enable-torch-compile"], "--enable-torch-compile cannot be used"),
+    ],
+)
+def test_what_cannot_run_sequence_parallel_is_refused(argv: list[str], text: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(text)):
+        settings(*argv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "no mixtures of experts"),
+        ({"quantization": "fp8"}, "the weights are quantised (fp8)"),
+        ({"is_generation": False}, "the model gives embeddings"),
+    ],
+)
+def test_models_that_cannot_run_sequence_parallel(changes: dict[str, object], text: str) -> None:
+    fields = {"architectures": ["LlamaForCausalLM"], "quantization": None, "is_generation": True, **changes}
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=fields.pop("architectures")), **fields)
+    with pytest.raises(UnsliceableError, match=re.escape(text)):
+        check_sliceable(settings().server_args[2], config, (1, 2))

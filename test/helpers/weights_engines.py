@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import random
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +16,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
 
 from sglang_adapt.weights import WeightsHandle
 
@@ -58,11 +62,13 @@ class EngineCase:
         server_args: keyword arguments of stock's Engine.
         weights: the store to run on; None for an engine that loads its own.
         ignore_block_order: read fused outputs as if they were in stock order (to see that it matters).
+        sp_tokens: tokens of a batch from which it runs sequence-parallel; None for an engine that cannot.
     """
 
     server_args: dict[str, Any]
     weights: WeightsHandle | None = None
     ignore_block_order: bool = False
+    sp_tokens: int | None = None
 
 
 @dataclass
@@ -97,6 +103,15 @@ class EngineProcess:
         """Process ids of the engine's ranks."""
         return self.call(_rank_pids)
 
+    def run_sequences(self, tokens: int | None, at_random: bool = False) -> None:
+        """From now on batches of `tokens` tokens run sequence-parallel, or each batch or none at random."""
+        self.call(_rpc, "set_sp", {"tokens": tokens, "at_random": at_random})
+
+    def batches(self, folder: Path) -> list[dict[str, Any]]:
+        """What each rank says of its batches (`SequenceMode.said`)."""
+        self.call(_rpc, "write_sp", {"folder": str(folder)})
+        return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
     def update_weights(self, path: Path) -> tuple[bool, str]:
         """Ask for an online update from a checkpoint; returns success and the message."""
         return self.call(_update_weights, str(path))
@@ -126,7 +141,9 @@ def _serve(case: EngineCase, pipe: Connection) -> None:
     os.setsid()
 
     class ForkedEngine(Engine):
-        run_scheduler_process_func = staticmethod(partial(run_scheduler, case.weights, case.ignore_block_order))
+        run_scheduler_process_func = staticmethod(
+            partial(run_scheduler, case.weights, case.ignore_block_order, case.sp_tokens)
+        )
 
     mp.set_start_method("fork", force=True)
     with ExitStack() as stack:
@@ -146,21 +163,49 @@ def _serve(case: EngineCase, pipe: Connection) -> None:
                 pipe.send((False, traceback.format_exc()))
 
 
-def run_scheduler(weights: WeightsHandle | None, ignore_block_order: bool, *args: Any, **kwargs: Any) -> None:
+def run_scheduler(
+    weights: WeightsHandle | None, ignore_block_order: bool, sp_tokens: int | None, *args: Any, **kwargs: Any
+) -> None:
     """Stock's scheduler process, on shared weights if there are any."""
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
     from sglang_adapt.upstream.patch import PATCHES
     from sglang_adapt.upstream.weights import bind
     from sglang_adapt.upstream.weights.attach import KeepHeadCounts, use_store
 
     if weights is not None:
-        use_store(weights)
+        use_store(weights, sp_tokens)
+        Scheduler.set_sp, Scheduler.write_sp = _set_sp, _write_sp
     else:
         PATCHES.apply(KeepHeadCounts)
     if ignore_block_order:
         bind.read_block_order = lambda model, finest_tp: bind.BlockOrderReport()
     run_scheduler_process(*args, **kwargs)
+
+
+def _set_sp(scheduler: Any, tokens: int | None, at_random: bool) -> None:
+    from sglang_adapt.upstream.sequence.mode import current_mode
+
+    mode = current_mode()
+    assert mode is not None
+    mode.set_threshold(tokens)
+    if at_random:
+        # The same on all ranks: they have run the same batches.
+        mode.wants = lambda tokens: random.Random(mode.batches.total()).random() < 0.5
+
+
+def _write_sp(scheduler: Any, folder: str) -> None:
+    from sglang_adapt.upstream.sequence.mode import current_mode
+
+    mode = current_mode()
+    assert mode is not None
+    (Path(folder) / f"rank{scheduler.ps.tp_rank}.json").write_text(json.dumps(mode.said()))
+    torch.distributed.barrier(group=scheduler.tp_group.cpu_group)
+
+
+def _rpc(engine: Any, method: str, arguments: dict[str, Any]) -> None:
+    """Call a method of all ranks' schedulers, between the same two batches."""
+    engine.collective_rpc(method, **arguments)
 
 
 def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> list[Output]:

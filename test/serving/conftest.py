@@ -92,9 +92,9 @@ tiers:
 
 @pytest.fixture(scope="session")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with all that there is to see: two virtual GPUs, two TP sizes, tiers, planner, metrics."""
+    """A server with all that there is to see: two virtual GPUs, two TP sizes, tiers, planner, both ways, metrics."""
     config = tmp_path_factory.mktemp("shown") / "tiers.yaml"
     config.write_text(SHOWN_TIERS)
     with _Servers(tmp_path_factory) as servers:
         flags = ["--adapt-virtual-gpus", "2", "--adapt-slo-config", str(config), "--adapt-policy", "auto"]
-        yield servers.start("shown", *flags, "--enable-metrics")
+        yield servers.start("shown", *flags, "--adapt-sp", "32", "--enable-metrics")

@@ -46,6 +46,8 @@ WORDS: dict[str, set[str]] = {
     "which": {"ttft", "tpot"},
     "trigger": {*Trigger, "none"},
     "decision": {"stay", "wait", "move"},
+    "mode": {"sp", "tp"},
+    "kind": {"prefill", "decode"},
 }
 
 

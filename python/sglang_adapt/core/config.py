@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_adapt.core.layout import EngineSpec, Layout, candidate_engines
@@ -50,6 +51,8 @@ class AdaptConfig:
             memory can be measured.
         policy: who decides on the layout.
         interval_s: of the planner.
+        sp_tokens: by TP size, tokens of a batch from which it runs sequence-parallel; a size that is not named runs
+            all batches tensor-parallel.
     """
 
     gpus: int
@@ -68,6 +71,7 @@ class AdaptConfig:
     start_in_turn: bool
     policy: AdaptPolicy = AdaptPolicy.MANUAL
     interval_s: float = 1.0
+    sp_tokens: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def candidates(self) -> tuple[EngineSpec, ...]:

@@ -52,12 +52,20 @@ class DecodePoint(msgspec.Struct, frozen=True):
     ms: _Ms
 
 
+class SequenceProfile(msgspec.Struct, frozen=True):
+    """The points of engines all of whose batches ran sequence-parallel; at least one of each kind."""
+
+    prefill: Annotated[tuple[PrefillPoint, ...], msgspec.Meta(min_length=1)]
+    decode: Annotated[tuple[DecodePoint, ...], msgspec.Meta(min_length=1)]
+
+
 class TpProfile(msgspec.Struct, frozen=True):
-    """The points of one TP size; at least one of each kind."""
+    """The points of one TP size; at least one of each kind. Those of `sequence` only if they were measured as well."""
 
     tp: _Count
     prefill: Annotated[tuple[PrefillPoint, ...], msgspec.Meta(min_length=1)]
     decode: Annotated[tuple[DecodePoint, ...], msgspec.Meta(min_length=1)]
+    sequence: SequenceProfile | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

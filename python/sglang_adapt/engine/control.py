@@ -22,6 +22,7 @@ from sglang_adapt.engine.copying import CopyRefusedError, KvCopies, handles_of
 from sglang_adapt.engine.handoff import EngineHandoff, StaleHandoffError
 from sglang_adapt.engine.handover import EngineHandover
 from sglang_adapt.engine.limits import limit
+from sglang_adapt.engine.sequence import sequence
 from sglang_adapt.kv.adaptor import LeaseError
 from sglang_adapt.kv.plan import PlanError
 from sglang_adapt.memory import SharedMemoryError
@@ -29,6 +30,7 @@ from sglang_adapt.upstream.handoff import REFUSALS as HANDOFF_REFUSALS
 from sglang_adapt.upstream.handoff import recover as recovery
 from sglang_adapt.upstream.kv_pool import EnginePool
 from sglang_adapt.upstream.limits import LimitsError
+from sglang_adapt.upstream.sequence.mode import SequenceModeError
 
 Handler = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
 """`handler(scheduler, rank, payload)`: stock's scheduler and the rank within the engine."""
@@ -36,6 +38,7 @@ Handler = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
 REFUSALS = (
     LeaseError,
     LimitsError,
+    SequenceModeError,
     StaleHandoffError,
     CopyRefusedError,
     PlanError,
@@ -67,6 +70,7 @@ HANDLERS: Mapping[str, Handler] = {
     "kv_grow": kv.grow,
     "kv_give_back": kv.give_back,
     "kv_state": kv.state,
+    "sequence": sequence,
 }
 
 

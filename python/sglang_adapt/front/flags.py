@@ -119,6 +119,15 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         "from the sizes of model and GPU, and corrected as requests run)",
     )
     group.add_argument(
+        "--adapt-sp",
+        metavar="auto|off|N",
+        type=_sp,
+        default=None,
+        help="engines of several GPUs run a batch of N tokens and more sequence-parallel, its tokens shared out to the "
+        "GPUs, instead of tensor-parallel, in the same KV layout and without further memory for weights; 0: every "
+        "batch; auto: N by --adapt-profile, for each TP size (default: off, because it has not been measured on GPUs)",
+    )
+    group.add_argument(
         "--adapt-request-log",
         metavar="FILE",
         type=Path,
@@ -133,6 +142,15 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         help="where it is kept what engines were seen to take of a GPU's memory beyond weights and KV; read for the "
         "memory plan, written when an engine starts that nothing disturbs (default: %(default)s)",
     )
+
+
+def _sp(text: str) -> str | int | None:
+    """`auto`, a number of tokens, or None for off."""
+    if text in ("auto", "off"):
+        return None if text == "off" else text
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: give auto, off, or from how many tokens on, e.g. 2048")
+    return int(text)
 
 
 def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -91,6 +91,8 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         config.layout,
         ", ".join(map(str, config.candidates)),
     )
+    for line in settings.sequences:
+        logger.info("sequence parallelism: %s", line)
     if isinstance(settings.memory, MemoryPlan):
         for line in plan_lines(settings.memory):
             logger.info("memory: %s", line)

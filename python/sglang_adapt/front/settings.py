@@ -25,6 +25,7 @@ from sglang_adapt.kv.geometry import GeometryError
 from sglang_adapt.kv.sizing import DEFAULT_PAGE_TOKENS, KvShape, PoolSettings, pool_cost, size_pool
 from sglang_adapt.memory.allocator import refuse_expandable_segments
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_fault
+from sglang_adapt.policy.sequence import sequence_lines
 from sglang_adapt.policy.tiers import TierSettings
 
 _VIRTUAL_MAX_RUNNING_REQUESTS = 64
@@ -41,6 +42,7 @@ class Settings:
         pool: the KV pool of every GPU; None with one TP size, whose engines have pools of their own, as stock.
         tiers: tiers, if there are any, and how fast the engines are.
         request_log: file of a line for each request with a tier; None for none.
+        sequences: which batches run sequence-parallel, in words, a line for each TP size.
     """
 
     config: AdaptConfig
@@ -49,6 +51,7 @@ class Settings:
     pool: PoolSettings | None
     tiers: TierSettings
     request_log: Path | None = None
+    sequences: tuple[str, ...] = ()
 
 
 def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Settings:
@@ -124,12 +127,26 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         # A pool that cannot be, of whatever size, is refused before it is planned.
         context = upstream.context_tokens(finest)
         pool = _pool(shape, tp_sizes, page_size, finest.max_total_tokens, context)
+    if ours.adapt_sp is not None and (fault := upstream.sequence_fault(finest, tp_sizes)) is not None:
+        raise SettingsError(f"--adapt-sp {ours.adapt_sp}: {fault}")
     memory = _plan_memory(server_args, gpus, virtual, ours.adapt_overheads_file, shape, page_size)
     if shape is not None:
         if isinstance(memory, MemoryPlan):
             pool = _pool(shape, tp_sizes, page_size, memory.tokens, context)
         assert pool is not None
         server_args = {tp: _on_pool([*rest, *extra, "--tp-size", str(tp)], pool, tp) for tp in tp_sizes}
+    try:
+        tiers = make_tier_settings(
+            ours.adapt_slo_config,
+            ours.adapt_profile,
+            server_args,
+            gpus,
+            virtual,
+            plans=ours.adapt_policy == AdaptPolicy.AUTO,
+            sp=ours.adapt_sp,
+        )
+    except TiersError as error:
+        raise SettingsError(str(error)) from None
     config = AdaptConfig(
         gpus=gpus,
         virtual=virtual,
@@ -146,20 +163,11 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         overheads_file=str(ours.adapt_overheads_file),
         policy=AdaptPolicy(ours.adapt_policy),
         interval_s=ours.adapt_interval,
+        sp_tokens=tiers.sp_tokens,
         start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
-    try:
-        tiers = make_tier_settings(
-            ours.adapt_slo_config,
-            ours.adapt_profile,
-            server_args,
-            gpus,
-            virtual,
-            plans=config.policy is AdaptPolicy.AUTO,
-        )
-    except TiersError as error:
-        raise SettingsError(str(error)) from None
-    return Settings(config, server_args, memory, pool, tiers, ours.adapt_request_log)
+    said = sequence_lines(ours.adapt_sp, tp_sizes, tiers.sp_tokens)
+    return Settings(config, server_args, memory, pool, tiers, ours.adapt_request_log, tuple(said))
 
 
 def _plan_memory(

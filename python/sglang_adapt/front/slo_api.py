@@ -61,6 +61,7 @@ class SloApi:
             "profile_key": msgspec.to_builtins(self._settings.key),
             "tp_sizes": list(self._settings.tp_sizes),
             "gpus": self._settings.gpus,
+            "sp_tokens": dict(self._settings.sp_tokens),
         }
         return 200, json.dumps(said).encode()
 

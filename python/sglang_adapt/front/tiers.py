@@ -10,6 +10,7 @@ from sglang_adapt.core.overheads import VIRTUAL_GPU
 from sglang_adapt.core.profile import ProfileError, profile_fault, read_profile
 from sglang_adapt.core.slo_file import SloFileError, read_slo_config
 from sglang_adapt.policy.profile import ModelFigures
+from sglang_adapt.policy.sequence import NoSequenceProfileError, thresholds
 from sglang_adapt.policy.tiers import NoTimesError, TierSettings, target_faults
 
 
@@ -24,6 +25,7 @@ def make_tier_settings(
     gpus: int,
     virtual: bool,
     plans: bool = False,
+    sp: str | int | None = None,
 ) -> TierSettings:
     """Read both files and check them against the deployment.
 
@@ -34,9 +36,11 @@ def make_tier_settings(
         gpus: of the deployment.
         virtual: they are virtual GPUs.
         plans: the layout is planned, so the speed has to be known even without tiers.
+        sp: of which batches run sequence-parallel, as `policy.sequence.thresholds` takes it.
 
     Raises:
-        TiersError: a file is bad or of another deployment, or a tier's target can never be met.
+        TiersError: a file is bad or of another deployment, a tier's target can never be met, or the profile does not
+            say what `sp` asks of it.
     """
     from sglang_adapt.memory.free import FreeMemoryError, gpu_memory
     from sglang_adapt.upstream.front import profile_key
@@ -53,6 +57,14 @@ def make_tier_settings(
         raise TiersError(str(error)) from None
     if measured is not None and (fault := profile_fault(measured, key, tp_sizes)) is not None:
         raise TiersError(f"--adapt-profile {profile} is of another deployment: {fault}")
+    try:
+        sp_tokens = thresholds(sp, tp_sizes, measured)
+    except NoSequenceProfileError as error:
+        raise TiersError(
+            f"--adapt-sp auto takes the threshold from --adapt-profile, and {error}; measure both ways to run a batch "
+            "with `python -m sglang_adapt.profile`, on a server with --adapt-sp off and then on one with --adapt-sp 0, "
+            "or give a number of tokens"
+        ) from None
     figures: tuple[ModelFigures, ...] = ()
     if (plans or config is not None) and measured is None:
         sizes = model_sizes(args, tp_sizes)
@@ -64,7 +76,7 @@ def make_tier_settings(
                 for tp in tp_sizes
             )
     settings = TierSettings(
-        config, slo_config, key, tp_sizes, gpus, measured, figures, None if profile is None else str(profile)
+        config, slo_config, key, tp_sizes, gpus, measured, figures, None if profile is None else str(profile), sp_tokens
     )
     if plans or config is not None:
         try:

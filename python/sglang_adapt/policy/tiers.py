@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from sglang_adapt.core.profile import Profile, ProfileKey
 from sglang_adapt.core.slo import SloConfig, Terms, Tier
-from sglang_adapt.policy.profile import MeasuredTimes, ModelFigures, ReckonedTimes, Times, gpu_figures
+from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, Times, gpu_figures
+from sglang_adapt.policy.sequence import measured_times
 
 _RECKONED_FLOOR = 0.3
 """An estimate that is not measured proves a target impossible only below this part of it."""
@@ -29,6 +31,7 @@ class TierSettings:
         profile: as measured; None to reckon.
         figures: to reckon with, by TP size; empty if the sizes of the model are not known.
         profile_source: the profile's file.
+        sp_tokens: by TP size, tokens of a batch from which it runs sequence-parallel.
     """
 
     config: SloConfig | None
@@ -39,11 +42,12 @@ class TierSettings:
     profile: Profile | None
     figures: tuple[ModelFigures, ...]
     profile_source: str | None = None
+    sp_tokens: Mapping[int, int] = field(default_factory=dict)
 
     def times(self, tp: int) -> Times:
         """How fast an engine of a TP size is. Raises NoTimesError."""
         if self.profile is not None:
-            return MeasuredTimes(self.profile.size(tp))
+            return measured_times(self.profile.size(tp), self.sp_tokens.get(tp))
         for figures in self.figures:
             if figures.tp == tp:
                 return ReckonedTimes(figures, gpu_figures(self.key.gpu)[0])

@@ -212,7 +212,7 @@ class _Process:
             self._config.switch_drain_timeout_s,
             ended=self._switch_ended(),
         )
-        self._readback = Readback(self._router, self.pools, self.modes, self._specs)
+        self._readback = Readback(self._router, self.pools, self.modes, self._specs, self._config.sp_tokens)
         if self._args.any_server_args.enable_metrics:
             handover = HandoverMetrics(self._args.any_server_args.extra_metric_labels or {})
             told = self.modes.handovers.told

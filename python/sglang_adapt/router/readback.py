@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from sglang_adapt.core.layout import EngineSpec
@@ -22,13 +22,22 @@ class Readback:
         pools: the way to the engines' ranks.
         modes: the layout that serves, and its changes.
         specs: all candidates by name.
+        sequences: TP sizes whose engines may run batches sequence-parallel.
     """
 
-    def __init__(self, router: Router, pools: Pools, modes: Modes, specs: Mapping[str, EngineSpec]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        pools: Pools,
+        modes: Modes,
+        specs: Mapping[str, EngineSpec],
+        sequences: Collection[int] = (),
+    ) -> None:
         self._router = router
         self._pools = pools
         self._modes = modes
         self._specs = specs
+        self._sequences = sequences
 
     async def read(self) -> dict[str, Any]:
         """Ask all engines at once.
@@ -37,7 +46,8 @@ class Readback:
             `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
             now, all have the same blocks to serve with; `switching_to`, `epoch`; `kept`: by engine, the requests that
             it keeps; `roles`: what each engine of the layout does now; `handovers`: see `Handovers.said`; `engines`:
-            state, requests in flight, and what the ranks say of lease and cache, or the error.
+            state, requests in flight, and what the ranks say of lease and cache, or the error; with
+            sequence parallelism also `sequence`: from how many tokens on, and how many batches ran each way.
         """
         entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
         engines = dict(zip(self._specs, entries, strict=True))
@@ -61,6 +71,8 @@ class Readback:
             return entry
         try:
             ranks = await self._pools.ask(spec, "kv_state", {})
+            if spec.tp in self._sequences:
+                entry["sequence"] = (await self._pools.ask(spec, "sequence", {}))[0]
         except EngineCallError as error:
             return entry | {"error": str(error)}
         leased = [len(rank["pages"]) for rank in ranks]

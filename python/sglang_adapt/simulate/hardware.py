@@ -12,7 +12,8 @@ from pathlib import Path
 from sglang_adapt.core.profile import Profile, ProfileError, read_profile
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.price import Price
-from sglang_adapt.policy.profile import MeasuredTimes, ModelFigures, ReckonedTimes, Times, gpu_figures
+from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, Times, gpu_figures
+from sglang_adapt.policy.sequence import measured_times
 
 MEMORY_BYTES = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
 _FOR_KV = 0.85
@@ -161,7 +162,7 @@ def of_profile(
     """
     if shape.kv_tokens is None:
         raise HardwareError("--kv-tokens is not given: a profile does not say how many tokens a GPU holds")
-    times: dict[int, Times] = {tp: MeasuredTimes(profile.size(tp)) for tp in tp_sizes}
+    times: dict[int, Times] = {tp: measured_times(profile.size(tp)) for tp in tp_sizes}
     source = f"{name}: {profile.key.model} on {profile.key.gpu}"
     return _made(times, shape, shape.kv_tokens, token_bytes, price, source, profile)
 

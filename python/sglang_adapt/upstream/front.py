@@ -202,6 +202,19 @@ def sharing_fault(server_args: Any, tp_sizes: tuple[int, ...]) -> str | None:
     return None
 
 
+def sequence_fault(server_args: Any, tp_sizes: tuple[int, ...]) -> str | None:
+    """Why engines of these TP sizes cannot run batches sequence-parallel and what to do, or None."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_adapt.upstream.sequence.refusals import UnsliceableError, check_sliceable
+
+    try:
+        check_sliceable(server_args, ModelConfig.from_server_args(server_args), tp_sizes)
+    except UnsliceableError as error:
+        return str(error)
+    return None
+
+
 def pool_shape(server_args: Any) -> KvShape:
     """The shapes of the model's KV, for a pool of several TP sizes.
 

@@ -43,6 +43,7 @@ class RankArgs:
         weights: the copy of the weights on its GPU, or None to load them as stock does.
         environment: the front's environment, which stock's launcher has filled in.
         pool: its GPU's KV pool, or None to allocate one as stock does.
+        sp_tokens: tokens of a batch from which it runs sequence-parallel; None if none ever does.
     """
 
     engine: str
@@ -55,6 +56,7 @@ class RankArgs:
     weights: WeightsHandle | None
     environment: dict[str, str]
     pool: RankPool | None = None
+    sp_tokens: int | None = None
 
 
 class OneOutputSocket(Patch):
@@ -133,7 +135,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     if args.weights is not None:
         from sglang_adapt.upstream.weights.attach import use_store
 
-        use_store(args.weights)
+        use_store(args.weights, args.sp_tokens)
 
     import setproctitle
     import torch
@@ -175,12 +177,27 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
         require_pool_used()
         warm_up_allocator(scheduler.token_to_kv_pool_allocator, scheduler.max_running_requests)
         control.started(scheduler, args.tp_rank, current_pool(), args.pool.gpus)
+    if args.sp_tokens is not None:
+        require_sequences(args.server_args, args.tp_rank)
     report(scheduler.get_init_info())
     try:
         scheduler.run_event_loop()
     finally:
         if scheduler.gracefully_exit:
             scheduler.release_host_resources()
+
+
+def require_sequences(server_args: Any, tp_rank: int) -> None:
+    """Raise PatchError unless the model that was built can run batches sequence-parallel; count them from now on."""
+    from sglang_adapt.upstream.patch import PatchError
+    from sglang_adapt.upstream.sequence.counting import count_in_metrics
+    from sglang_adapt.upstream.sequence.mode import current_mode
+
+    mode = current_mode()
+    if mode is None:
+        raise PatchError("batches are to run sequence-parallel, but the model was not loaded from the shared weights")
+    if server_args.enable_metrics and tp_rank == 0:
+        count_in_metrics(mode, server_args.extra_metric_labels)
 
 
 def label_metrics(server_args: Any, engine: str) -> None:

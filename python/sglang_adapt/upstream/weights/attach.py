@@ -6,9 +6,11 @@ import dataclasses
 from typing import Any
 
 from sglang_adapt.upstream.patch import PATCHES, Patch
+from sglang_adapt.upstream.sequence.counting import CountGraphReplays
 from sglang_adapt.weights import WeightsHandle
 
 _handle: WeightsHandle | None = None
+_sp_tokens: int | None = None
 
 
 class LoadFromStore(Patch):
@@ -24,12 +26,13 @@ class LoadFromStore(Patch):
 
     @staticmethod
     def hook(*args: Any, **kwargs: Any) -> tuple[Any, Any] | None:
-        from sglang_adapt.upstream.weights.loader import HANDLE_KEY, ViewLoader
+        from sglang_adapt.upstream.weights.loader import HANDLE_KEY, SP_TOKENS_KEY, ViewLoader
 
         if kwargs["is_draft_worker"]:
             return None
+        extra = {HANDLE_KEY: _handle, SP_TOKENS_KEY: _sp_tokens}
         load_config = dataclasses.replace(
-            kwargs["load_config"], load_format=ViewLoader, model_loader_extra_config={HANDLE_KEY: _handle}
+            kwargs["load_config"], load_format=ViewLoader, model_loader_extra_config=extra
         )
         return args, {**kwargs, "load_config": load_config}
 
@@ -93,13 +96,14 @@ STORE_PATCHES: tuple[type[Patch], ...] = (
 )
 
 
-def use_store(handle: WeightsHandle) -> list[str]:
+def use_store(handle: WeightsHandle, sp_tokens: int | None = None) -> list[str]:
     """Make the scheduler that this process is about to build run on a store's weights.
 
     To be called after stock's plugins are loaded and before `Scheduler(...)`.
 
     Args:
         handle: the store on this rank's GPU.
+        sp_tokens: tokens of a batch from which it runs sequence-parallel; None if none ever does.
 
     Returns:
         The names of the patches in place.
@@ -107,7 +111,8 @@ def use_store(handle: WeightsHandle) -> list[str]:
     Raises:
         PatchError: a patch could not be applied.
     """
-    global _handle
-    _handle = handle
-    PATCHES.apply(*STORE_PATCHES)
-    return PATCHES.verify(*STORE_PATCHES)
+    global _handle, _sp_tokens
+    _handle, _sp_tokens = handle, sp_tokens
+    patches = STORE_PATCHES if sp_tokens is None else (*STORE_PATCHES, CountGraphReplays)
+    PATCHES.apply(*patches)
+    return PATCHES.verify(*patches)

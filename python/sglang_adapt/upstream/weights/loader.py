@@ -8,11 +8,15 @@ import torch
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.quantization.unquant import get_bf16_gemm_backend
 from sglang.srt.model_loader.loader import BaseModelLoader
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
+from sglang_adapt.upstream.sequence.group import group_of_ranks
+from sglang_adapt.upstream.sequence.install import run_sequences
+from sglang_adapt.upstream.sequence.mode import SequenceMode, use_mode
 from sglang_adapt.upstream.weights.bind import assert_owns_no_weights, bind_views
 from sglang_adapt.upstream.weights.construct import build_model
 from sglang_adapt.upstream.weights.refusals import UnshareableError, check_model
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 HANDLE_KEY = "weights"
 """Where the handle of the store is in `LoadConfig.model_loader_extra_config`."""
+SP_TOKENS_KEY = "sp_tokens"
+"""Where the threshold of sequence parallelism is in it, or None."""
 
 
 class ViewLoader(BaseModelLoader):
@@ -36,6 +42,7 @@ class ViewLoader(BaseModelLoader):
         if not isinstance(handle, WeightsHandle):
             raise TypeError(f"the loader's configuration holds {handle!r} instead of the handle of a store")
         self._handle = handle
+        self._sp_tokens = load_config.model_loader_extra_config.get(SP_TOKENS_KEY)
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Nothing to download: the keeper has the weights."""
@@ -45,6 +52,7 @@ class ViewLoader(BaseModelLoader):
 
         Raises:
             UnshareableError, ViewMismatchError: model and store do not fit.
+            UnsliceableError: the model cannot run batches sequence-parallel, and is to.
             MemoryGoneError, SharedMemoryError: the store cannot be mapped.
         """
         rank, tp_size = get_parallel().tp_rank, get_parallel().tp_size
@@ -57,6 +65,12 @@ class ViewLoader(BaseModelLoader):
         model = build_model(model_config, self.load_config, torch.device(device_config.device))
         report = bind_views(model, store, rank, tp_size)
         process_weights(model)
+        if self._sp_tokens is not None and tp_size > 1:
+            group = group_of_ranks(get_tp_group(), torch.device(device_config.device))
+            mode = SequenceMode(rank, tp_size, group, self._sp_tokens)
+            layers = run_sequences(model, store, mode)
+            use_mode(mode)
+            logger.info("Batches of %d tokens and more run sequence-parallel: %s", self._sp_tokens, layers)
         assert_owns_no_weights(model, store)
         logger.info("Weights are views of the shared copy (rank %d of %d): %s", rank, tp_size, report)
         return model.eval()

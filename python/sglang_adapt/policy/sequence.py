@@ -1,0 +1,117 @@
+"""From how many tokens a batch runs sequence-parallel, and how fast an engine is that chooses for each batch.
+
+Shift Parallelism (arXiv 2509.16495): tensor-parallel batches read a part of the weights each and are quicker while they
+are small; sequence-parallel ones send less and are quicker when they are large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang_adapt.core.profile import Profile, TpProfile
+from sglang_adapt.policy.profile import MeasuredTimes, Times
+
+AUTO = "auto"
+"""In place of a threshold: what the profile says."""
+
+
+class NoSequenceProfileError(ValueError):
+    """The profile does not say how fast sequence-parallel batches are; the text says how to measure them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedTimes:
+    """Times of an engine whose batches of `threshold` tokens and more run sequence-parallel.
+
+    A prompt that just misses the threshold is as quick as one that meets it, if that is less: so times never fall as
+    work grows.
+    """
+
+    tensor: Times
+    sequence: Times
+    threshold: int
+
+    def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
+        if tokens >= self.threshold:
+            return self.sequence.prefill_ms(tokens, prefix)
+        return min(self.tensor.prefill_ms(tokens, prefix), self.sequence.prefill_ms(self.threshold, prefix))
+
+    def decode_ms(self, batch: float, context: float) -> float:
+        if batch >= self.threshold:
+            return self.sequence.decode_ms(batch, context)
+        return min(self.tensor.decode_ms(batch, context), self.sequence.decode_ms(max(1, self.threshold), context))
+
+
+def measured_times(size: TpProfile, threshold: int | None = None) -> Times:
+    """The times of a TP size in a profile, for engines with this threshold; None: all batches run tensor-parallel.
+
+    If nothing was measured of sequence-parallel batches, they count as no quicker.
+    """
+    tensor = MeasuredTimes(size)
+    if threshold is None or size.sequence is None:
+        return tensor
+    sequence = MeasuredTimes(TpProfile(size.tp, size.sequence.prefill, size.sequence.decode))
+    return ShiftedTimes(tensor, sequence, threshold)
+
+
+def best_threshold(size: TpProfile) -> int | None:
+    """The smallest measured batch from which on sequence-parallel ones were quicker, or None if the largest was not.
+
+    Prompts say so, those without a cached beginning. Decode steps of more requests than that must not have been slower:
+    the threshold is then above them.
+
+    Raises:
+        NoSequenceProfileError: nothing was measured of sequence-parallel batches.
+    """
+    if size.sequence is None:
+        raise NoSequenceProfileError(f"of TP {size.tp} it has tensor-parallel batches only")
+    tensor = {point.tokens: point.ms for point in size.prefill if point.prefix == 0}
+    sequence = {point.tokens: point.ms for point in size.sequence.prefill if point.prefix == 0}
+    threshold = None
+    for tokens in sorted(tensor.keys() & sequence.keys(), reverse=True):
+        if sequence[tokens] >= tensor[tokens]:
+            break
+        threshold = tokens
+    if threshold is None:
+        return None
+    steps = {(point.batch, point.context): point.ms for point in size.sequence.decode}
+    slower = [
+        point.batch for point in size.decode if point.ms <= steps.get((point.batch, point.context), float("-inf"))
+    ]
+    return max(threshold, max(slower, default=0) + 1)
+
+
+def thresholds(asked: str | int | None, tp_sizes: tuple[int, ...], profile: Profile | None) -> Mapping[int, int]:
+    """The threshold of each TP size that has one.
+
+    Args:
+        asked: tokens, `AUTO`, or None for no sequence parallelism.
+        tp_sizes: of the engines.
+        profile: as measured, if there is one.
+
+    Raises:
+        NoSequenceProfileError: `AUTO` without measurements.
+    """
+    wide = [tp for tp in tp_sizes if tp > 1]
+    if asked is None:
+        return {}
+    if asked != AUTO:
+        return {tp: int(asked) for tp in wide}
+    if profile is None:
+        raise NoSequenceProfileError("there is no profile")
+    best = {tp: best_threshold(profile.size(tp)) for tp in wide}
+    return {tp: tokens for tp, tokens in best.items() if tokens is not None}
+
+
+def sequence_lines(asked: str | int | None, tp_sizes: tuple[int, ...], chosen: Mapping[int, int]) -> list[str]:
+    """What the start says of each TP size, if anything was asked for."""
+    if asked is None:
+        return []
+    return [
+        f"TP {tp}: batches of {chosen[tp]} tokens and more run sequence-parallel"
+        if tp in chosen
+        else f"TP {tp}: all batches run tensor-parallel: by the profile no size of batch is quicker otherwise"
+        for tp in tp_sizes
+        if tp > 1
+    ]

@@ -1,0 +1,95 @@
+"""From how many tokens on batches run sequence-parallel by a profile, and how fast engines are then."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, SequenceProfile, TpProfile
+from sglang_adapt.policy.profile import MeasuredTimes
+from sglang_adapt.policy.sequence import (
+    AUTO,
+    NoSequenceProfileError,
+    best_threshold,
+    measured_times,
+    sequence_lines,
+    thresholds,
+)
+
+KEY = ProfileKey("m", "float32", "virtual GPU", "0", "0", "torch_native")
+SIZES = (16, 256, 1024, 4096)
+
+
+def prefill(*ms: float, prefix: int = 0) -> tuple[PrefillPoint, ...]:
+    return tuple(PrefillPoint(tokens, prefix, time) for tokens, time in zip(SIZES, ms, strict=True))
+
+
+def decode(*ms: float) -> tuple[DecodePoint, ...]:
+    return tuple(DecodePoint(batch, batch * 100, time) for batch, time in zip((1, 64, 512), ms, strict=True))
+
+
+def size(
+    sequence: tuple[float, ...] | None,
+    steps: tuple[float, ...] = (9, 9, 99),
+    tensor: tuple[float, ...] = (4, 10, 40, 160),
+) -> TpProfile:
+    fast = None if sequence is None else SequenceProfile(prefill(*sequence), decode(*steps))
+    # Behind a cached beginning nothing is compared.
+    return TpProfile(2, prefill(*tensor) + prefill(1, 1, 1, 1, prefix=64), decode(3, 5, 40), fast)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "threshold"),
+    [
+        ((8, 12, 30, 100), 1024),
+        ((3, 9, 30, 100), 513),
+        ((3, 12, 30, 100), 1024),
+        ((3, 9, 30, 160), None),
+        ((9, 19, 39, 159.9), 1024),
+        ((9, 19, 40, 159.9), 4096),
+    ],
+)
+def test_the_threshold_is_where_all_larger_prompts_are_quicker(
+    sequence: tuple[float, ...], threshold: int | None
+) -> None:
+    assert best_threshold(size(sequence)) == threshold
+
+
+def test_decode_steps_that_would_be_slower_stay_below_it() -> None:
+    assert best_threshold(size((3, 9, 30, 100), steps=(9, 9, 30))) == 65
+    assert best_threshold(size((3, 9, 30, 100), steps=(1, 1, 1))) == 16
+
+
+def test_what_is_asked_for_each_tp_size() -> None:
+    profile = Profile(KEY, (TpProfile(1, prefill(8, 20, 80, 320), decode(1, 2, 3)), size((8, 12, 30, 100))))
+    assert thresholds(None, (1, 2), None) == {}
+    assert thresholds(0, (1, 2, 4), None) == {2: 0, 4: 0}
+    assert thresholds(AUTO, (1, 2), profile) == {2: 1024}
+    never = Profile(KEY, (size((9, 20, 80, 320)),))
+    assert thresholds(AUTO, (2,), never) == {}
+    assert "TP 2: all batches run tensor-parallel" in sequence_lines(AUTO, (1, 2), {})[0]
+    assert sequence_lines(AUTO, (1, 2), {2: 1024}) == ["TP 2: batches of 1024 tokens and more run sequence-parallel"]
+    assert sequence_lines(None, (1, 2), {}) == []
+    with pytest.raises(NoSequenceProfileError, match="no profile"):
+        thresholds(AUTO, (1, 2), None)
+    with pytest.raises(NoSequenceProfileError, match="of TP 2 it has tensor-parallel batches only"):
+        thresholds(AUTO, (2,), Profile(KEY, (size(None),)))
+
+
+def test_times_are_those_of_the_way_that_is_taken() -> None:
+    both = size((8, 12, 30, 100))
+    times, tensor = measured_times(both, 1024), MeasuredTimes(both)
+    assert times.prefill_ms(256) == tensor.prefill_ms(256) == 10
+    assert (times.prefill_ms(1024), times.prefill_ms(4096), times.prefill_ms(0)) == (30, 100, 0)
+    assert times.decode_ms(64, 6400) == 5
+    assert measured_times(both, 64).decode_ms(64, 6400) == 9
+    assert measured_times(both, 0).prefill_ms(16) == 8
+    assert measured_times(both).prefill_ms(4096) == measured_times(size(None), 1024).prefill_ms(4096) == 160
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 16, 700, 1024])
+def test_times_never_fall_as_work_grows(threshold: int) -> None:
+    times = measured_times(size((8, 12, 30, 100), steps=(2, 3, 30)), threshold)
+    by_tokens = [times.prefill_ms(tokens) for tokens in range(0, 5000, 7)]
+    by_batch = [times.decode_ms(batch, 64 * batch) for batch in range(600)]
+    assert by_tokens == sorted(by_tokens)
+    assert by_batch == sorted(by_batch)
