@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -15,7 +16,7 @@ from sglang_adapt import ctl
 
 
 class Handler(BaseHTTPRequestHandler):
-    orders: list[object] = []
+    orders: ClassVar[list[object]] = []
 
     def do_GET(self) -> None:
         self._answer({"switches": [{"reason": "x" * 100}] * 5000})

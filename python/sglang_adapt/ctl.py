@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     layout.add_argument(
         "--strategy",
         choices=[strategy.value for strategy in Strategy],
-        help=f"what becomes of running requests (default: {Strategy.AUTO}); not with layout auto",
+        help=f"what becomes of running requests (default: {Strategy.AUTO}; layout auto takes no other)",
     )
     return parser
 

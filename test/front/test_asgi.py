@@ -14,7 +14,7 @@ import pytest
 from sglang_adapt.core.messages import EngineStatus, RouterStatus
 from sglang_adapt.front import asgi
 from sglang_adapt.front.asgi import AdaptLayer
-from sglang_adapt.upstream.front import PageWithoutKey
+from sglang_adapt.upstream.front import KeysOfOurs
 
 
 def status(*states: str) -> RouterStatus:
@@ -152,12 +152,19 @@ def test_the_page_is_for_everyone_and_asks_nobody_else() -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
-    [("GET", "/adapt", True), ("HEAD", "/adapt/", True), ("POST", "/adapt", False), ("GET", "/adapt/events", False)],
+    [
+        ("GET", "/adapt", True),
+        ("HEAD", "/adapt/", True),
+        ("POST", "/adapt", False),
+        ("GET", "/adapt/events", False),
+        ("GET", "/ready", True),
+        ("GET", "/adapt/engines", False),
+    ],
 )
-def test_only_the_page_itself_is_without_key(method: str, path: str, allowed: bool) -> None:
+def test_only_the_page_itself_and_ready_are_without_key(method: str, path: str, allowed: bool) -> None:
     from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
-    decision = PageWithoutKey.hook(
+    decision = KeysOfOurs.hook(
         decide_request_auth,
         method=method,
         path=path,
@@ -188,3 +195,19 @@ def test_the_end_of_the_http_server_is_told_before_stock_waits_for_the_warm_up()
     )
     asyncio.run(layer({"type": "lifespan"}, says, None))  # type: ignore[arg-type]
     assert told == ["stopped", "lifespan.shutdown"]
+
+
+@pytest.mark.parametrize(("given", "allowed"), [("Bearer k", True), ("Bearer \xff", False), ("Bearer ｋ", False)])
+def test_a_key_of_other_letters_is_a_wrong_one(given: str, allowed: bool) -> None:
+    from sglang.srt.utils.auth import AuthLevel, decide_request_auth
+
+    decision = KeysOfOurs.hook(
+        decide_request_auth,
+        method="GET",
+        path="/adapt/layout",
+        authorization_header=given,
+        api_key="k",
+        admin_api_key=None,
+        auth_level=AuthLevel.ADMIN_OPTIONAL,
+    )
+    assert decision.allowed is allowed

@@ -111,7 +111,8 @@ def test_the_planner_takes_no_strategy() -> None:
     status, answer, link = post(b'{"layout": "auto", "strategy": "keep"}', None)
     assert (status, link.asked) == (400, [])
     assert "strategy keep would mean nothing; leave it out" in answer["message"]
-    assert post(b'{"layout": "auto"}', None)[2].asked == [("auto", "auto", "asked for over HTTP")]
+    for body in (b'{"layout": "auto"}', b'{"layout": "auto", "strategy": "auto"}'):
+        assert post(body, None)[2].asked == [("auto", "auto", "asked for over HTTP")]
 
 
 @pytest.mark.parametrize("status", [400, 409, 500, 503])

@@ -115,6 +115,8 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--max-total-tokens", "31"], "--max-total-tokens 31 is too little: with pages of 8 tokens"),
         (["--page-size", "1"], "--page-size 1: a page must hold at least 2 tokens at TP 1"),
         (["--enable-hierarchical-cache"], "cache (--enable-hierarchical-cache, --enable-lmcache, --enable-flexkv) ca"),
+        (["--api-key", "ключ"], "--api-key is no key that a header can carry"),
+        (["--admin-api-key", "two\nlines"], "--admin-api-key is no key that a header can carry"),
         (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num cannot be used"),
         (
             ["--adapt-virtual-gpus", "2", "--adapt-tp-sizes", "1", "--adapt-layout", "tp1@0:prefill,tp1@1:decode"],

@@ -159,6 +159,8 @@ def test_sigterm_drains(single: Server) -> None:
     thread = in_background(single, body, results)
     until(lambda: any(e["in_flight"] for e in engines(single).values()), 10, "the request runs")
     started = session_of(single)
+    # The process that is named is the one that signals are for.
+    assert f"ready: {single.url}, process {single.pid}\n" in single.log.read_text()
     os.kill(single.pid, signal.SIGTERM)
 
     def refuses() -> bool:

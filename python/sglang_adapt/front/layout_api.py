@@ -44,8 +44,8 @@ class LayoutOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         layout: engines that cover every GPU once, e.g. `tp1@0,tp1@1`; `auto`: what the planner decides from now on.
-        strategy: what becomes of requests of engines that leave (default: `auto`); not with layout `auto`, which moves
-            nothing by itself.
+        strategy: what becomes of requests of engines that leave (default: `auto`); with layout `auto`, which
+            moves nothing by itself, no other.
         reason: for the log, which has a line for each switch.
     """
 
@@ -89,7 +89,7 @@ class LayoutApi:
             return refuse(
                 400, "bad_request", f"reason: give one line of at most {MAX_REASON} characters; it goes to the log"
             )
-        if order.layout == "auto" and order.strategy is not None:
+        if order.layout == "auto" and order.strategy not in (None, Strategy.AUTO):
             return refuse(
                 400,
                 "bad_request",

@@ -326,6 +326,11 @@ def _refuse_other_orders(args: Any) -> None:
 
 def _refuse_unsupported(args: Any) -> None:
     """Refuse stock modes that start other processes than ours or split the model otherwise."""
+    for flag, key in (("--api-key", args.api_key), ("--admin-api-key", args.admin_api_key)):
+        if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+            raise SettingsError(
+                f"{flag} is no key that a header can carry; give printable ASCII without blanks around it"
+            )
     reasons = (
         (args.dp_size > 1, f"--dp-size {args.dp_size}", "replicas are engines of the layout: use --adapt-layout"),
         (args.pp_size > 1, f"--pp-size {args.pp_size}", "pipeline parallelism is not supported"),

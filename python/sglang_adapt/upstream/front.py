@@ -93,11 +93,12 @@ class ForkInsteadOfSpawn(Patch):
             multiprocessing.set_start_method("forkserver", force=True)
 
 
-class PageWithoutKey(Patch):
-    """Lets the live page be fetched without a key, as stock does with /health.
+class KeysOfOurs(Patch):
+    """Lets the live page and /ready be fetched without a key, as stock does with /health, and answers strange keys.
 
     A browser cannot send one with the address that is typed in. The page is the same for everyone and has no data; it
-    asks for the key and sends it with what it fetches.
+    asks for the key and sends it with what it fetches. A probe of Kubernetes has none either. Stock compares keys by
+    `secrets.compare_digest`, which raises on letters that are not ASCII; such a key is wrong, not a fault.
     """
 
     target = "sglang.srt.utils.auth.decide_request_auth"
@@ -105,17 +106,20 @@ class PageWithoutKey(Patch):
 
     @staticmethod
     def hook(original: Callable[..., Any], **request: Any) -> Any:
-        if request["path"].rstrip("/") == "/adapt" and request["method"] in ("GET", "HEAD"):
+        if request["path"].rstrip("/") in ("/adapt", "/ready") and request["method"] in ("GET", "HEAD"):
             from sglang.srt.utils.auth import AuthDecision
 
             return AuthDecision(allowed=True)
+        given = request["authorization_header"]
+        if given is not None and not given.isascii():
+            request["authorization_header"] = None
         return original(**request)
 
 
 FRONT_PATCHES: tuple[type[Patch], ...] = (
     RouterInsteadOfSchedulers,
     ForkInsteadOfSpawn,
-    PageWithoutKey,
+    KeysOfOurs,
     ReadLoadsOfAllSlots,
     *REQUEST_CHECKS,
     *FRONT_CONTAINMENT,
