@@ -558,7 +558,7 @@ class Node:
                     self.read()
                 if not dead:
                     break
-            while self.router.stranded.in_flight or self.modes.handovers.said()["under_way"]:
+            while self.router.stranded.in_flight or self.modes.handovers.said()["under_way"] or self.modes.kept._tasks:
                 await asyncio.sleep(0.001)
                 self.read()
             await asyncio.sleep(0.005)

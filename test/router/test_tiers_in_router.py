@@ -160,7 +160,7 @@ def test_a_request_that_lost_its_engine_to_a_switch_keeps_its_terms() -> None:
     world = Tiered("tp2@0-1")
     world.router.pause([])
     world.connected["tp2@0-1"] = False
-    world.router._out = replace(world.router._out, lost=lambda engine: world.router._dispatch.remove(engine.name))
+    world.router._out = replace(world.router._out, lost=lambda engine: world.router.pause([engine.name]))
     world.arrive("r", "picky")
     assert world.router.in_flight == 1 and world.seen("tp2@0-1") == []
     world.router.activate(parse_layout("tp1@0,tp1@1", (1, 2), 2))
@@ -471,7 +471,7 @@ def test_every_request_ends_once_whatever_comes(arrivals: list[tuple[str, int, i
 
 def test_what_is_promised_goes_to_an_engine_full_of_background_work() -> None:
     world = Tiered("tp2@0-1")
-    world.admission._bounds = {2: Bounds(1, 512, 2)}
+    world.admission.loads.bounds = {2: Bounds(1, 512, 2)}
     for rid in ("n0", "n1", "n2"):
         world.arrive(rid, "night", tokens=2)
         if rid in world.engine("tp2@0-1").in_flight:

@@ -1,4 +1,4 @@
-"""Requests whose engine has died go on at another one, computed again from their tokens.
+"""Requests whose engine has died, or has let them go, go on at another one, computed again from their tokens.
 
 They are handed over with the stock message by which they came and the tokens that their clients have: the engine reads
 prompt and tokens again and goes on behind them. While no engine of the layout is up they wait. A request whose engines
@@ -78,7 +78,7 @@ class Repair:
             else:
                 self._router.strand(engine, rids, str(error))
             return
-        logger.info("%s goes on with %d requests of an engine that died", engine.name, len(rids))
+        logger.info("%s goes on with %d requests from their tokens", engine.name, len(rids))
 
 
 def _request(entry: Entry) -> dict[str, Any]:

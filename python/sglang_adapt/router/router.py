@@ -12,13 +12,12 @@ import zmq
 
 from sglang_adapt.core.layout import Layout, Role
 from sglang_adapt.core.messages import EngineStatus, RouterStatus
-from sglang_adapt.policy.dispatch import LeastLoaded
-from sglang_adapt.policy.roles import roles_now
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.journal import Entry
-from sglang_adapt.router.long_requests import Lengths, LongRequests, readers
+from sglang_adapt.router.long_requests import Lengths, LongRequests
+from sglang_adapt.router.serving import Serving
 from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 
@@ -56,7 +55,6 @@ class Outlets:
     ended: Callable[[Engine], None] = lambda engine: None
 
 
-_MAY_SERVE = (EngineState.STARTING, EngineState.READY, EngineState.DEAD)
 _GONE = (EngineState.DEAD, EngineState.FAILED)
 
 
@@ -78,7 +76,6 @@ class Router:
 
     Attributes:
         long: requests that not every engine holds.
-        roles: what the engines of the layout do now. New requests go to those that are not `decode`.
     """
 
     def __init__(
@@ -90,13 +87,9 @@ class Router:
         traffic: Traffic | None = None,
         lengths: Lengths | None = None,
     ) -> None:
-        self.layout = layout
-        self.engines: dict[str, Engine] = {}
         self.accepting = True
-        self._active = {engine.name for engine in layout.engines}
-        self._readers = readers(layout)
-        self.roles = _named_roles(layout)
-        self._dispatch: LeastLoaded[str] = LeastLoaded()
+        self.long = LongRequests(lengths or Lengths({}), lambda: 1e3 * time.monotonic())
+        self._serving = Serving(layout, self.long)
         self._where: dict[str, Engine] = {}
         self.moving = Engine("moving", send=self._hold_abort, state=EngineState.READY)
         self._held_aborts: list[str] = []
@@ -106,11 +99,9 @@ class Router:
         self.journal: dict[str, Entry] = {}
         self._deaths_limit = deaths_limit
         self._kept: dict[str, Engine] = {}
-        self._paused = False
         self._queue: dict[str, tuple[int, bytes]] = {}
         self.admission = admission
         self._traffic = traffic
-        self.long = LongRequests(lengths or Lengths({}), lambda: 1e3 * time.monotonic())
         self._held: dict[str, tuple[int, bytes]] = {}
         self._waiters: list[tuple[set[str], asyncio.Future[None]]] = []
         self._out = outlets
@@ -142,9 +133,37 @@ class Router:
         for rid in (*self._queue, *self._held, *self.long.waiting):
             yield rid, True
 
+    # Which engines there are: see `Serving`.
+
+    @property
+    def layout(self) -> Layout:
+        return self._serving.layout
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        return self._serving.engines
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """What the engines of the layout do now."""
+        return self._serving.roles
+
     def serving(self) -> list[Engine]:
         """The engines that get requests now."""
-        return [engine for name, engine in self.engines.items() if name in self._dispatch]
+        return self._serving.get_requests()
+
+    def is_ready(self, name: str) -> bool:
+        return self._serving.is_ready(name)
+
+    def sends_to(self, name: str) -> bool:
+        """May this engine get the next request, from a client or from an engine that has prefilled it?"""
+        return self._serving.sends_to(name)
+
+    def engine_for(self, rid: str) -> Engine | None:
+        """The engine that goes on with a request, if there is one."""
+        return self._serving.engine_for(rid)
+
+    # Requests that wait, and what is told.
 
     def let_go(self) -> None:
         """Send requests that wait for room to the engines that have it now."""
@@ -163,7 +182,7 @@ class Router:
                 EngineStatus(
                     name=engine.name,
                     state=engine.state.value,
-                    active=engine.name in self._active,
+                    active=engine.name in self._serving.active,
                     role=self.roles.get(engine.name, Role.MIXED).value,
                     in_flight=len(engine.in_flight),
                     restarts=engine.restarts,
@@ -183,10 +202,7 @@ class Router:
 
     def engine_ready(self, engine: Engine) -> None:
         """An engine has answered its warm-up request: dispatch to it if its layout is active."""
-        engine.state = EngineState.READY
-        self._set_roles()
-        if engine.name in self._active and engine.name not in self._dispatch and self._reads(engine.name):
-            self._dispatch.add(engine.name)
+        self._serving.engine_ready(engine)
         for request in self._control.engine_up(engine.name):
             self._send(engine, request)
         self._out.ready(engine)
@@ -195,21 +211,14 @@ class Router:
 
     def engine_lost(self, engine: Engine, state: EngineState, why: str) -> None:
         """An engine is gone: nothing more is sent to it, and its requests are stranded."""
-        engine.state = state
-        if engine.name in self._dispatch:
-            self._dispatch.remove(engine.name)
-        self._set_roles()
+        self._serving.engine_lost(engine, state)
         self._control.engine_lost(engine.name, why)
         self.strand(engine, list(engine.in_flight), why)
-        if not self._may_serve():
+        if not self._serving.may_serve():
             self.fail(self.stranded, list(self.stranded.in_flight), f"no engine is left to go on: {why}")
             self._fail_held(f"no engine is left: {why}")
         self.fail_too_long(why)
         self._out.changed()
-
-    def _may_serve(self) -> bool:
-        """Is an engine of the layout up, or will one be?"""
-        return any(self.engines[name].state in _MAY_SERVE for name in self._active)
 
     def fail_too_long(self, why: str) -> None:
         """End with a 503 what no engine holds that can still come to serve."""
@@ -220,34 +229,9 @@ class Router:
             self._refuse(rid, wire.encode_unavailable(rid, text))
 
     def _may_hold(self, rid: str) -> bool:
-        """Is a request one that every engine holds, or one that an engine holds which serves, or can come to?"""
-        if rid not in self.long.needs:
-            return True
+        """Is a request one that an engine holds which serves, or can come to?"""
         patient = rid in self.long.patient and self.accepting
-        names = self.engines if self.long.may_bind or patient else self._active
-        return self.long.held_by_one((name for name in names if self.engines[name].state in _MAY_SERVE), rid)
-
-    def _reads(self, name: str) -> bool:
-        """Does an engine of the layout get new requests?"""
-        return self.roles.get(name) is not Role.DECODE
-
-    def _set_roles(self) -> None:
-        """An engine has come or gone, or the layout is another one: who does what, and who gets new requests."""
-        up = {name for name in self._active if self.is_ready(name)}
-        before, self.roles = self.roles, roles_now(_named_roles(self.layout), up)
-        if self.roles != before:
-            logger.info("roles: %s", ", ".join(f"{name} {role}" for name, role in self.roles.items()))
-        if self._paused or not self.layout.roles:
-            return
-        for name in self._active:
-            if name in self._dispatch and not self._reads(name):
-                self._dispatch.remove(name)
-            elif name in up and name not in self._dispatch and self._reads(name):
-                engine = self.engines[name]
-                self._dispatch.add(name, len(engine.in_flight), sum(engine.in_flight.values()))
-
-    def is_ready(self, name: str) -> bool:
-        return name in self.engines and self.engines[name].state is EngineState.READY
+        return self._serving.may_hold(rid, waits=self.long.may_bind or patient)
 
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
         """Requests have lost their engine; `repair.Repair` places them. One that has lost too many ends with a 503."""
@@ -282,31 +266,6 @@ class Router:
             self.admission.left(rid)
         self._place(rid, entry.tokens, entry.data, accepted=True)
         return True
-
-    def engine_for(self, rid: str, wanted: str | None = None, *, accepted: bool = True) -> Engine | None:
-        """The engine that gets a request, if there is one.
-
-        Args:
-            rid: its id.
-            wanted: it is this engine, if it holds the request; else the one with the least load that does.
-            accepted: it has been accepted, so that one which no engine holds that reads prompts goes to one that only
-                decodes.
-        """
-        if wanted is not None and wanted in self._dispatch and self.long.holds(wanted, rid):
-            return self.engines[wanted]
-        if rid not in self.long.needs:
-            name = self._dispatch.least()
-            return None if name is None else self.engines[name]
-        holding = [engine for engine in self.serving() if self.long.holds(engine.name, rid)]
-        if not holding and accepted and not self.long.held_by_one(self._readers, rid):
-            taking = [name for name in self._active if self.sends_to(name) and self.long.holds(name, rid)]
-            return min((self.engines[name] for name in taking), key=lambda engine: len(engine.in_flight), default=None)
-        return min(holding, key=lambda engine: self._dispatch.load(engine.name), default=None)
-
-    def sends_to(self, name: str) -> bool:
-        """May this engine get the next request, from a client or from an engine that has prefilled it?"""
-        takes_over = self.roles.get(name) is Role.DECODE and self.is_ready(name) and not self._paused
-        return name in self._dispatch or takes_over
 
     def take_up(self, engine: Engine, rids: Iterable[str]) -> None:
         """Stranded requests are an engine's now."""
@@ -353,24 +312,11 @@ class Router:
 
     def pause(self, engines: Iterable[str]) -> None:
         """Send engines no more requests until `activate`. Those that arrive go to the others, or wait here."""
-        self._paused = True
-        for name in engines:
-            if name in self._dispatch:
-                self._dispatch.remove(name)
+        self._serving.pause(engines)
 
     def activate(self, layout: Layout) -> None:
         """Dispatch to the engines of a layout from now on: first the aborts and the requests that have waited."""
-        self.layout = layout
-        self._active = {engine.name for engine in layout.engines}
-        self._readers = readers(layout)
-        self._paused = False
-        self._set_roles()
-        for name, engine in self.engines.items():
-            if name not in self._active or not self._reads(name):
-                if name in self._dispatch:
-                    self._dispatch.remove(name)
-            elif engine.state is EngineState.READY and name not in self._dispatch:
-                self._dispatch.add(name, len(engine.in_flight), sum(engine.in_flight.values()))
+        self._serving.activate(layout)
         aborts, self._held_aborts = self._held_aborts, []
         for rid in aborts:
             self._on_abort(wire.encode_abort(rid))
@@ -451,10 +397,9 @@ class Router:
             tokens = giver.in_flight.pop(rid, None)
             if tokens is None:
                 continue
-            self._dispatch.release(giver.name, tokens)
+            self._serving.release(giver.name, tokens)
             self._hold(taker, rid, tokens)
-            if taker.name in self._dispatch:
-                self._dispatch.assign(taker.name, tokens)
+            self._serving.assign(taker.name, tokens)
 
     def _hold_abort(self, data: bytes) -> None:
         self._held_aborts += _meant(self.moving, data)
@@ -485,7 +430,7 @@ class Router:
             return
         engines = [engine for engine in self.engines.values() if engine.state is EngineState.READY]
         # Active engines first: the merged answer is the first engine's where answers cannot be added up.
-        engines.sort(key=lambda engine: engine.name not in self._active)
+        engines.sort(key=lambda engine: engine.name not in self._serving.active)
         self._control.open(tag, data, [engine.name for engine in engines])
         for engine in engines:
             self._send(engine, data)
@@ -498,21 +443,17 @@ class Router:
         is_client = not rid.startswith(wire.HEALTH_RID_PREFIX)
         if is_client and self.long.matter:
             asked = wire.asked_output(data)
-            if refusal := self.long.arrived(rid, tokens, asked, self.layout, self._alive()):
+            if refusal := self.long.arrived(rid, tokens, asked, self.layout, self._serving.alive()):
                 self._refuse(rid, wire.encode_refused(rid, refusal))
                 return
         if self._traffic is not None and is_client:
             self._traffic.arrived(rid, tokens)
         self._enter(rid, tokens, data)
 
-    def _alive(self) -> list[str]:
-        """Engines that serve, or can come to; all if none can."""
-        return [name for name, engine in self.engines.items() if engine.state in _MAY_SERVE] or list(self.engines)
-
     @property
     def request_tokens(self) -> int:
         """The longest request that is accepted now, prompt and output; 0 where every engine decides that alone."""
-        return self.long.limit(self._alive() if self.long.may_bind else self._readers)
+        return self.long.limit(self._serving.alive() if self.long.may_bind else self._serving.readers)
 
     def _enter(self, rid: str, tokens: int, data: bytes, accepted: bool = False) -> None:
         """A request of a client: where its tier's targets say, now or when there is room."""
@@ -539,15 +480,15 @@ class Router:
         stranded until one is.
         """
         while True:
-            engine = self.engine_for(rid, wanted, accepted=accepted)
+            engine = self._serving.engine_for(rid, wanted, accepted=accepted)
             wanted = None
-            if engine is None and self._paused:
+            if engine is None and self._serving.paused:
                 self._queue[rid] = (tokens, data)
                 return
-            if engine is None and not self.long.held_by_one(self._active if accepted else self._readers, rid):
+            if engine is None and not self._serving.may_take(rid, accepted=accepted):
                 self._wait_for_bound(rid, tokens, data)
                 return
-            if engine is None and accepted and self._may_serve():
+            if engine is None and accepted and self._serving.may_serve():
                 self._hold(self.stranded, rid, tokens)
                 self.journal.setdefault(rid, Entry(data, tokens))
                 return
@@ -561,8 +502,7 @@ class Router:
             # A busy engine answers it with a message that carries no id, so it cannot be tracked.
             return
         self.long.placed(rid, engine.name)
-        if engine.name in self._dispatch:
-            self._dispatch.assign(engine.name, tokens)
+        self._serving.assign(engine.name, tokens)
         self._hold(engine, rid, tokens)
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
@@ -675,14 +615,10 @@ class Router:
             if self.admission is not None:
                 self.admission.left(rid)
                 self.admission.ended(rid, None, finished=False)
-            self._dispatch.release(engine.name, tokens)
+            self._serving.release(engine.name, tokens)
             if self._waiters:
                 self._tell_waiters([rid])
             self._out.ended(engine)
-
-
-def _named_roles(layout: Layout) -> dict[str, Role]:
-    return {spec.name: role for spec, role in layout.role_of.items()}
 
 
 def _meant(holder: Engine, data: bytes) -> list[str]:
