@@ -68,6 +68,7 @@ def test_what_is_asked_for_each_tp_size() -> None:
     assert thresholds(AUTO, (2,), never) == {}
     assert "TP 2: all batches run tensor-parallel" in sequence_lines(AUTO, (1, 2), {})[0]
     assert sequence_lines(AUTO, (1, 2), {2: 1024}) == ["TP 2: batches of 1024 tokens and more run sequence-parallel"]
+    assert sequence_lines(0, (1, 2), {2: 0}) == ["TP 2: all batches run sequence-parallel"]
     assert sequence_lines(None, (1, 2), {}) == []
     with pytest.raises(NoSequenceProfileError, match="no profile"):
         thresholds(AUTO, (1, 2), None)

@@ -108,10 +108,11 @@ def sequence_lines(asked: str | int | None, tp_sizes: tuple[int, ...], chosen: M
     """What the start says of each TP size, if anything was asked for."""
     if asked is None:
         return []
-    return [
-        f"TP {tp}: batches of {chosen[tp]} tokens and more run sequence-parallel"
-        if tp in chosen
-        else f"TP {tp}: all batches run tensor-parallel: by the profile no size of batch is quicker otherwise"
-        for tp in tp_sizes
-        if tp > 1
-    ]
+    return [f"TP {tp}: {_which(chosen.get(tp))}" for tp in tp_sizes if tp > 1]
+
+
+def _which(threshold: int | None) -> str:
+    if threshold is None:
+        return "all batches run tensor-parallel: by the profile no size of batch is quicker otherwise"
+    which = "all batches" if threshold <= 1 else f"batches of {threshold} tokens and more"
+    return f"{which} run sequence-parallel"

@@ -1,0 +1,207 @@
+"""Sequence parallelism, Shift and tensor parallelism of ours beside stock's data and tensor parallelism.
+
+    python benchmark/bench_shift.py --model-path MODEL --vocab 128256 --gpus 4 --threshold 2048 -- STOCK FLAGS
+
+For each input length: TTFT and TPOT of requests that come one at a time, and the throughput of many at a time. Beside
+it the bandwidth of an all-to-all and of a sum between the GPUs. Systems: `stock-dp`, `stock-tp`; `dp`, `tp` (one server
+with --adapt-sp off), `sp` (--adapt-sp 0, every batch), `shift` (--adapt-sp THRESHOLD). CUDA graphs keep the mode in
+which they were captured, so sp and shift are servers of their own. Ends with an error if what is to run
+sequence-parallel did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from layouts import Layouts
+from load import Request, run_load, summarize
+from server import Server, environment, write_json
+from shift_collectives import measure_collectives
+
+SYSTEMS = ("stock-dp", "stock-tp", "dp", "tp", "sp", "shift")
+CHECKED_PROMPTS, CHECKED_TOKENS = 8, 32
+
+
+class NotRunError(RuntimeError):
+    """A system did not run as it was asked to, so that its figures would be another one's."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", help="default: the demo model, for a run without GPUs")
+    parser.add_argument("--vocab", type=int, default=1000, help="token ids are drawn below this")
+    parser.add_argument("--gpus", type=int, default=2, help="of each system")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--threshold", type=int, default=2048, help="tokens of a batch, for shift")
+    parser.add_argument("--input-tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--output-tokens", type=int, default=250)
+    parser.add_argument("--alone", type=int, default=4, help="requests that come one at a time")
+    parser.add_argument("--peak-tokens", type=int, default=400_000, help="input tokens of the requests of a peak load")
+    parser.add_argument("--peak-concurrency", type=int, default=64, help="of those, at most so many at a time")
+    parser.add_argument("--collective-bytes", type=int, nargs="*", default=[1 << 16, 1 << 20, 1 << 24, 1 << 28])
+    parser.add_argument("--virtual", action="store_true", help="virtual GPUs (no CUDA)")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
+    parser.add_argument("--out", type=Path, default=Path("benchmark/results/bench_shift.json"))
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags for all servers")
+    options = parser.parse_args()
+    flags = [flag for flag in options.flags if flag != "--"]
+    rows: list[dict[str, Any]] = []
+    answers: dict[str, list[list[int]]] = {}
+    collectives = measure_collectives(options.gpus, options.collective_bytes) if options.collective_bytes else []
+    with tempfile.TemporaryDirectory() as temporary:
+        logs = options.logs or Path(temporary)
+        logs.mkdir(parents=True, exist_ok=True)
+        for system, server in _running(options, flags, logs):
+            answers[system] = asyncio.run(_answers(server.url, options.vocab))
+            rows += [{"system": system, **row} for row in _rows(server, system, options)]
+            if system in ("tp", "sp", "shift"):
+                rows[-1]["batches"] = _batches(server.url, system, options.gpus)
+    write_json(
+        options.out,
+        {
+            **environment(),
+            "gpus": options.gpus,
+            "options": {name: str(value) for name, value in vars(options).items()},
+            "collectives": collectives,
+            "rows": rows,
+            "same_tokens_as_stock_tp": _agreement(answers),
+        },
+    )
+    _print(rows, options)
+
+
+def _running(options: argparse.Namespace, flags: list[str], logs: Path) -> Iterator[tuple[str, Server]]:
+    """Each system with its server, started when it is its turn and ended after it."""
+    gpus = options.gpus
+    model = _model(options)
+    fair = {"OMP_NUM_THREADS": "1"} if options.virtual else {}
+    for system, own in (("stock-dp", ["--dp-size", str(gpus)]), ("stock-tp", ["--tp-size", str(gpus)])):
+        if system in options.systems:
+            log = logs / f"{system}.log"
+            with Server(system, "sglang.launch_server", [*model, *own, *flags], log, fair) as server:
+                yield system, server
+    # The TP size that has all GPUs, and one to share the weights with.
+    ours = [*model, "--adapt-tp-sizes", f"1,{gpus}", *(["--adapt-virtual-gpus", str(gpus)] if options.virtual else [])]
+    layouts = {"dp": ",".join(f"tp1@{gpu}" for gpu in range(gpus)), "tp": f"tp{gpus}@0-{gpus - 1}"}
+    for name, sp, served in (
+        ("ours off", "off", ("dp", "tp")),
+        ("ours sp", "0", ("sp",)),
+        ("ours shift", str(options.threshold), ("shift",)),
+    ):
+        systems = [system for system in served if system in options.systems]
+        if not systems:
+            continue
+        first = layouts.get(systems[0], layouts["tp"])
+        own = [*ours, "--adapt-sp", sp, "--adapt-layout", first, *flags]
+        with Server(name, "sglang_adapt.launch_server", own, logs / f"{name.replace(' ', '-')}.log", fair) as server:
+            for system in systems:
+                asyncio.run(_go_to(server.url, layouts.get(system, layouts["tp"])))
+                yield system, server
+
+
+def _model(options: argparse.Namespace) -> list[str]:
+    if options.model_path is not None:
+        return ["--model-path", options.model_path]
+    from sglang_adapt.demo import demo_model_path
+
+    return ["--model-path", str(demo_model_path())]
+
+
+async def _go_to(url: str, layout: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        await Layouts(session, url).switch(layout)
+
+
+async def _answers(url: str, vocab: int) -> list[list[int]]:
+    """Greedy tokens of some prompts, to compare systems by."""
+    rng = random.Random(11)
+    prompts = [[rng.randrange(10, vocab) for _ in range(40 * (1 + number))] for number in range(CHECKED_PROMPTS)]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        body = {
+            "input_ids": prompts,
+            "sampling_params": {"max_new_tokens": CHECKED_TOKENS, "temperature": 0, "ignore_eos": True},
+        }
+        async with session.post(f"{url}/generate", json=body) as response:
+            response.raise_for_status()
+            return [answer["output_ids"] for answer in await response.json()]
+
+
+def _agreement(answers: dict[str, list[list[int]]]) -> dict[str, float]:
+    """Share of the tokens of each system that are those of stock at the same TP size; in half precision below 1."""
+    stock = answers.get("stock-tp")
+    if stock is None:
+        return {}
+    return {
+        system: round(
+            sum(a == b for one, other in zip(got, stock, strict=True) for a, b in zip(one, other, strict=True))
+            / (CHECKED_PROMPTS * CHECKED_TOKENS),
+            4,
+        )
+        for system, got in answers.items()
+    }
+
+
+def _rows(server: Server, system: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for tokens in options.input_tokens:
+        request = Request(0, tokens, options.output_tokens)
+        count = max(options.gpus, min(4 * options.peak_concurrency, options.peak_tokens // tokens))
+        # One of these first, with another prompt, so that nothing is compiled while it is timed.
+        asyncio.run(run_load(server.url, [request], options.vocab, 1, seed=99))
+        for load, requests, at_a_time in (
+            ("alone", [request] * options.alone, 1),
+            ("peak", [request] * count, min(options.peak_concurrency, count)),
+        ):
+            timings, seconds = asyncio.run(run_load(server.url, requests, options.vocab, at_a_time, seed=tokens))
+            summary = summarize(timings, seconds)
+            errors = sorted({timing.error for timing in timings if timing.error})
+            if errors:
+                raise NotRunError(f"{system}, {tokens} tokens, {load}: {errors[0]}\n{server.tail()}")
+            all_tokens = summary["completed"] * (tokens + options.output_tokens) / seconds
+            rows.append({"input_tokens": tokens, "load": load, "tokens_per_s": round(all_tokens, 1), **summary})
+            print(system, rows[-1], flush=True)
+    return rows
+
+
+def _batches(url: str, system: str, gpus: int) -> dict[str, Any] | None:
+    """How the engine's batches ran, checked to be what the system's figures are said to be of."""
+    with urllib.request.urlopen(f"{url}/adapt/layout", timeout=60) as answer:
+        entry = json.load(answer)["engines"][f"tp{gpus}@0-{gpus - 1}"]
+    said: dict[str, Any] | None = entry.get("sequence")
+    if system == "tp":
+        if said is not None:
+            raise NotRunError(f"tp may run sequence-parallel: {said}")
+        return None
+    if said is None or not said["batches"]["sp"]["prefill"] or said["unable"]:
+        raise NotRunError(f"{system} did not run its prompts sequence-parallel: {said or entry}")
+    if system == "sp" and any(said["batches"]["tp"].values()):
+        raise NotRunError(f"sp ran batches tensor-parallel: {said}")
+    return said
+
+
+def _print(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    print(f"{'input':>7} {'system':>9} {'TTFT ms':>9} {'TPOT ms':>8} {'peak tokens/s':>14}")
+    for tokens in options.input_tokens:
+        for system in options.systems:
+            alone, peak = (
+                next(row for row in rows if (row["system"], row["input_tokens"], row["load"]) == (system, tokens, load))
+                for load in ("alone", "peak")
+            )
+            print(
+                f"{tokens:>7} {system:>9} {alone['ttft_ms_p50']:9.1f} {alone['tpot_ms_p50']:8.2f} "
+                f"{peak['tokens_per_s']:14.0f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
