@@ -137,7 +137,7 @@ class World:
             promised = [record for record in records if record.decision.outcome is Outcome.FEASIBLE]
             asked = [ticket.request for ticket in tickets if ticket.decision.engine == holder.name]
             unread = [record for record in records if record.first_ms is None]
-            sums = admission.loads.tally.of(holder.name)
+            sums = admission._tally.of(holder.name)
             assert sums.requests == len(records) + len(asked)
             assert sums.unread == sum(one.tokens for one in [*unread, *asked])
             assert sums.context == sum(one.tokens + one.output for one in records) + sum(one.tokens for one in asked)

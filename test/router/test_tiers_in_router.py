@@ -471,7 +471,7 @@ def test_every_request_ends_once_whatever_comes(arrivals: list[tuple[str, int, i
 
 def test_what_is_promised_goes_to_an_engine_full_of_background_work() -> None:
     world = Tiered("tp2@0-1")
-    world.admission.loads.bounds = {2: Bounds(1, 512, 2)}
+    world.admission._bounds = {2: Bounds(1, 512, 2)}
     for rid in ("n0", "n1", "n2"):
         world.arrive(rid, "night", tokens=2)
         if rid in world.engine("tp2@0-1").in_flight:

@@ -1,19 +1,22 @@
-"""What the router knows of requests with tiers: what was promised, and what waits for room.
+"""What the router knows of requests with tiers: what was promised, what waits, what engines have to do.
 
-Decisions are those of `policy.admission`, over what engines have to do (`engine_loads.py`). The router itself
-(`router.py`) keeps where each request is.
+Decisions are those of `policy.admission`; here are the figures that they need, kept up from what passes the router, and
+the requests that wait for room. The router itself (`router.py`) keeps where each request is.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from heapq import heappop, heappush
 
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, RequestReport
-from sglang_adapt.core.slo import SloConfig, Terms, request_terms
+from sglang_adapt.core.slo import SloConfig, Terms, Tier, request_terms
 from sglang_adapt.policy.admission import (
+    WINDOW_MS,
     Decision,
     Job,
     Load,
@@ -21,23 +24,34 @@ from sglang_adapt.policy.admission import (
     admit,
     aged_place,
     decodes_within,
+    forecast,
     is_late,
     place,
+    prompts_ms,
     room_for,
 )
-from sglang_adapt.policy.limits import Bounds, Limits, limits_for
-from sglang_adapt.policy.profile import Correction
-from sglang_adapt.policy.tally import Part
+from sglang_adapt.policy.limits import Bounds, Limits, chunk_tokens, limits_for
+from sglang_adapt.policy.profile import Corrected, Correction
+from sglang_adapt.policy.tally import Part, Tally
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.engine import Engine
-from sglang_adapt.router.engine_loads import Beginnings, EngineLoads, beginnings
 from sglang_adapt.upstream.limits import BACKGROUND, BEST_EFFORT, FEASIBLE
 
 TICKET_MS = 5000.0
 """A request that was admitted keeps its place this long until it comes tokenized."""
+_PREFIXES = (1024, 256, 64)
+"""Lengths of prompts' beginnings, in tokens, by which engines are remembered."""
+_REMEMBERED = 8192
 _FEW_TOKENS = 8
 """Requests with fewer output tokens say little of decode steps."""
 _FIRST_GUESS_OUTPUT = 128.0
+_EXPECTED_MS = 10_000.0
+"""A tier that has had a request in this time is expected to have another one, for which room is left."""
+_SPARE_OF_TTFT = 0.5
+"""Work without a promise may put prompts before the next feasible request for this part of the smallest TTFT target of
+the tiers that are expected."""
+
+
 _PRIORITY = {Outcome.FEASIBLE: FEASIBLE, Outcome.BEST_EFFORT: BEST_EFFORT, Outcome.BACKGROUND: BACKGROUND}
 
 
@@ -58,7 +72,7 @@ class _Record:
     sent_forecast_ms: float = 0.0
     first_step_ms: float = 0.0
     engine: str = ""
-    prefixes: Beginnings = ()
+    prefixes: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(slots=True)
@@ -92,12 +106,18 @@ class Admission:
         if settings.config is None:
             raise ValueError("there are no tiers to admit by")
         self.config: SloConfig = settings.config
-        self.loads = EngineLoads(settings, tp_of, bounds, lambda: self.config.tiers, clock_ms)
+        self._times = {tp: settings.times(tp) for tp in set(tp_of.values())}
+        most = 4.0 if settings.profile is not None else 32.0
+        self.corrections = {tp: Correction(most=most) for tp in self._times}
+        self._tp_of = tp_of
+        self._bounds = bounds
         self._report = report
         self._clock_ms = clock_ms
         self._records: dict[str, _Record] = {}
         self._tickets: OrderedDict[int, _Ticket] = OrderedDict()
         self._ticketed: Counter[str] = Counter()
+        self._tally = Tally()
+        self._tiers_of: Mapping[str, frozenset[str]] = {}
         self._named: dict[str, AdmitRequest] = {}
         self._held: dict[Outcome, OrderedDict[str, None]] = {
             Outcome.BEST_EFFORT: OrderedDict(),
@@ -105,8 +125,11 @@ class Admission:
         }
         self._deadlines: list[tuple[float, str]] = []
         self._waiting: Counter[str] = Counter()
+        self._prefill: dict[str, tuple[float, float]] = {}
         self._outputs: dict[str, float] = {}
+        self._prefixes: OrderedDict[bytes, str] = OrderedDict()
         self._turn = 0
+        self._seen_ms: dict[str, float] = {}
 
     @property
     def held(self) -> int:
@@ -120,14 +143,21 @@ class Admission:
         self._outputs = {name: tokens for name, tokens in self._outputs.items() if name in names}
         self._waiting += Counter()  # Drops tiers of which nothing waits.
 
-    @property
-    def corrections(self) -> Mapping[int, Correction]:
-        """Of reckoned times, by TP size."""
-        return self.loads.corrections
-
     def assign(self, tiers_of: Mapping[str, frozenset[str]]) -> None:
-        """See `EngineLoads.assign`."""
-        self.loads.assign(tiers_of)
+        """Which tiers' requests are promised their targets on which engines, from now on.
+
+        Args:
+            tiers_of: names of tiers by engine; an engine that is not in it takes all. Work without a promise, and what
+                has been placed, is where there is room.
+
+        Raises:
+            ValueError: there is no such engine.
+        """
+        unknown = sorted(tiers_of.keys() - self._tp_of.keys())
+        if unknown:
+            known = ", ".join(self._tp_of)
+            raise ValueError(f"there is no engine {', '.join(unknown)} to assign tiers to; there are {known}")
+        self._tiers_of = dict(tiers_of)
 
     # Requests arrive.
 
@@ -138,14 +168,14 @@ class Admission:
         """
         now = self._forget_tickets()
         job = self._job(request.terms, request.tokens, request.output, now - request.arrived_ms)
-        decision = self._decide(request.terms, job, self.loads.of(engines))
+        decision = self._decide(request.terms, job, self._loads(engines))
         if decision.outcome is Outcome.REFUSED:
             return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason)
         self._tickets[request.id] = _Ticket(request, decision, now + TICKET_MS)
         self._ticketed[request.terms.tier] += 1
         if decision.engine is not None:
             part = Part(request.tokens, unread=True, promised=True, tpot_ms=request.terms.tpot_ms)
-            self.loads.tally.put(request.id, decision.engine, part)
+            self._tally.put(request.id, decision.engine, part)
         return AdmitAnswer(request.id, True)
 
     def give_back(self, ticket: int) -> None:
@@ -153,7 +183,7 @@ class Admission:
         known = self._tickets.pop(ticket, None)
         if known is not None:
             self._ticketed[known.request.terms.tier] -= 1
-            self.loads.tally.drop(ticket)
+            self._tally.drop(ticket)
 
     def named(self, rid: str, request: AdmitRequest) -> None:
         """The request `rid`, which comes next, was admitted as this; it takes its place now."""
@@ -188,14 +218,14 @@ class Admission:
             terms, arrived, output = request.terms, request.arrived_ms, request.output
         else:
             terms, arrived, output = request_terms(self.config), now, None
-        prefixes = beginnings(ids)
-        loads = self.loads.of(engines, prefixes)
+        prefixes = _prefixes(ids)
+        loads = self._loads(engines, prefixes)
         # It has been admitted: if its place is gone by now it is late, but it is not refused any more.
         job = self._job(terms, tokens, output, now - arrived)
         decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
         self._records[rid] = _Record(terms, tokens, arrived, decision, output, prefixes=prefixes)
         if terms.tpot_ms is not None:
-            self.loads.seen(terms.tier)
+            self._seen_ms[terms.tier] = now
         if known is None:
             self._waiting[terms.tier] += 1
         if decision.outcome is Outcome.FEASIBLE:
@@ -213,10 +243,10 @@ class Admission:
         heads = [(self._records[next(iter(queue))].arrived_ms, kind) for kind, queue in self._held.items() if queue]
         if not heads:
             return None
-        loads = self.loads.of(engines)
+        loads = self._loads(engines)
         oldest_ms, oldest = min(heads)
         if self._clock_ms() - oldest_ms > self.config.background_wait_s * 1000:
-            at = aged_place(loads, [self.loads.tally.of(engine.name).aged for engine in engines])
+            at = aged_place(loads, [self._tally.of(engine.name).aged for engine in engines])
             if at is not None:
                 rid, _ = self._held[oldest].popitem(last=False)
                 self._records[rid].aged = True
@@ -231,7 +261,7 @@ class Admission:
                 return first, decision.engine
         kind = Outcome.BEST_EFFORT if self._held[Outcome.BEST_EFFORT] else Outcome.BACKGROUND
         rid = first or next(iter(self._held[kind]))
-        at = room_for(self._job_of(self._records[rid]), loads, self.loads.spare_ms(), self._turn)
+        at = room_for(self._job_of(self._records[rid]), loads, self._spare_ms(), self._turn)
         if at is None:
             # What is behind it in its own queue waits for it; background work behind best effort does, too.
             return None
@@ -260,7 +290,7 @@ class Admission:
         if record is None or record.terms.tpot_ms is None:
             return {engine.name for engine in engines}
         job = self._job_of(record)
-        return {load.engine for load in self.loads.of(engines) if decodes_within(job, load)}
+        return {load.engine for load in self._loads(engines) if decodes_within(job, load)}
 
     def priority(self, rid: str) -> int:
         """Stock's `priority` of a request: by what was promised. Old work counts as promised: it waits no longer."""
@@ -271,19 +301,19 @@ class Admission:
 
     def limits(self, engine: Engine) -> Limits:
         """What an engine may do in an iteration now."""
-        load = self.loads.of([engine])[0]
-        promised = self.loads.tally.of(engine.name).promised
+        load = self._loads([engine])[0]
+        promised = self._tally.of(engine.name).promised
         return limits_for(load.times, load.requests, load.context, promised, load.tightest_tpot_ms, load.bounds)
 
     # Where requests are.
 
     def moved(self, rid: str, holder: str, tokens: int) -> None:
         """A request is in flight of an engine, or a holder beside the engines, from now on; `tokens` of its prompt."""
-        self.loads.tally.put(rid, holder, self._part(rid, tokens))
+        self._tally.put(rid, holder, self._part(rid, tokens))
 
     def left(self, rid: str) -> None:
         """A request is in flight nowhere."""
-        self.loads.tally.drop(rid)
+        self._tally.drop(rid)
 
     def _part(self, rid: str, tokens: int) -> Part:
         record = self._records.get(rid)
@@ -312,8 +342,21 @@ class Admission:
         now = self._clock_ms()
         if record.sent_ms is None:
             record.sent_ms = now
-        record.engine = engine.name
-        record.sent_forecast_ms = self.loads.placed(engine, record.tokens, record.prefixes)
+        name = record.engine = engine.name
+        load = self._loads([engine], record.prefixes)[0]
+        cached, times = load.cached, load.times
+        # Of itself, the load has one request and its prompt.
+        step = times.decode_ms(load.requests - 1, load.context - record.tokens)
+        chunk = chunk_tokens(times, step, load.tightest_tpot_ms, load.bounds)
+        between = step if load.decoding else 0.0
+        record.sent_forecast_ms = step + prompts_ms(times, max(1, load.prefill_tokens - cached), cached, between, chunk)
+        own = times.prefill_ms(max(1, record.tokens - cached), cached)
+        self._prefill[name] = (self._prefill_ms(name, now) + own, now)
+        for _, key in record.prefixes:
+            self._prefixes[key] = name
+            self._prefixes.move_to_end(key)
+        while len(self._prefixes) > _REMEMBERED:
+            self._prefixes.popitem(last=False)
 
     def output(self, rid: str, total: int, engine: Engine) -> None:
         """Output of a request has passed: it has `total` tokens now."""
@@ -324,18 +367,18 @@ class Admission:
         if record.first_ms is None:
             record.first_ms = now
             self._waiting[record.terms.tier] -= 1
-            record.first_step_ms = self.loads.step_ms(engine)
+            record.first_step_ms = self._step_ms(engine)
             if record.sent_ms is not None:
-                self.loads.learn(engine.name, "prefill", record.sent_forecast_ms, now - record.sent_ms)
+                self._learn(engine.name, "prefill", record.sent_forecast_ms, now - record.sent_ms)
         record.output, record.last_ms, record.engine = total, now, engine.name
-        self.loads.tally.change(rid, self._part(rid, record.tokens))
+        self._tally.change(rid, self._part(rid, record.tokens))
 
     def grown(self, engine: str, tokens: int) -> None:
         """Requests of an engine have given so many tokens together, of which `output` will tell one by one later.
 
         Then they are taken back, as less than 0. For who sees many tokens at a time, as the simulator does.
         """
-        self.loads.tally.grow(engine, tokens)
+        self._tally.grow(engine, tokens)
 
     def ended(self, rid: str, engine: Engine | None, *, finished: bool) -> None:
         """A request has ended: finished, or aborted or failed."""
@@ -354,7 +397,7 @@ class Admission:
         if record.first_ms is not None and record.output > 1:
             tpot = (record.last_ms - record.first_ms) / (record.output - 1)
             if finished and engine is not None and record.output >= _FEW_TOKENS:
-                self.loads.learn(engine.name, "decode", (record.first_step_ms + self.loads.step_ms(engine)) / 2, tpot)
+                self._learn(engine.name, "decode", (record.first_step_ms + self._step_ms(engine)) / 2, tpot)
         if finished:
             tier = record.terms.tier
             known = self._outputs.get(tier, float(record.output))
@@ -391,6 +434,65 @@ class Admission:
             output = min(output, most_output)
         return Job(tokens, output, terms.ttft_ms, terms.tpot_ms, max(0.0, waited_ms), terms.tier)
 
+    def _loads(self, engines: Sequence[Engine], prefixes: Sequence[tuple[int, bytes]] = ()) -> list[Load]:
+        now = self._clock_ms()
+        times = {tp: Corrected(times, self.corrections[tp]) for tp, times in self._times.items()}
+        expected = self._expected()
+        for_all = _guard_ms(expected, None)
+        loads = []
+        for name in (engine.name for engine in engines):
+            sums, tiers, tp = self._tally.of(name), self._tiers_of.get(name), self._tp_of[name]
+            loads.append(
+                Load(
+                    name,
+                    times[tp],
+                    sums.requests,
+                    sums.unread,
+                    float(sums.context),
+                    sums.tightest_tpot_ms,
+                    self._prefill_ms(name, now),
+                    self._bounds[tp],
+                    self._cached(name, prefixes) if prefixes else 0,
+                    for_all if tiers is None else _guard_ms(expected, tiers),
+                    sums.decoding,
+                    sums.preemptible,
+                    tiers,
+                )
+            )
+        return loads
+
+    def _prefill_ms(self, engine: str, now: float) -> float:
+        value, at = self._prefill.get(engine, (0.0, now))
+        return value * math.exp((at - now) / WINDOW_MS)
+
+    def _step_ms(self, engine: Engine) -> float:
+        """Time between tokens on an engine, as it is now."""
+        load = self._loads([engine])[0]
+        if not load.requests:
+            return 0.0
+        return forecast(Job(0, 0.0, None, None), replace(load, requests=load.requests - 1)).tpot_ms
+
+    def _learn(self, engine: str, what: str, predicted_ms: float, actual_ms: float) -> None:
+        tp = self._tp_of[engine]
+        known = self.corrections[tp]
+        learned = known.with_prefill if what == "prefill" else known.with_decode
+        self.corrections[tp] = learned(predicted_ms, actual_ms)
+
+    def _spare_ms(self) -> float:
+        """Prompts without a promise that may be before the next one with a promise; infinite if none is expected."""
+        targets = (tier.ttft_ms for tier in self._expected())
+        return _SPARE_OF_TTFT * min((target for target in targets if target is not None), default=math.inf)
+
+    def _expected(self) -> list[Tier]:
+        """Tiers that had requests with targets within `_EXPECTED_MS`, and so are expected to have more."""
+        now = self._clock_ms()
+        self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
+        return [tier for tier in self.config.tiers if tier.name in self._seen_ms]
+
+    def _cached(self, engine: str, prefixes: Sequence[tuple[int, bytes]]) -> int:
+        """Tokens of a prompt that an engine is believed to have; `prefixes` of it, the longest first."""
+        return next((length for length, key in prefixes if self._prefixes.get(key) == engine), 0)
+
     def _forget_tickets(self) -> float:
         """Drop tickets whose time is over; returns the time."""
         now = self._clock_ms()
@@ -399,6 +501,18 @@ class Admission:
         return now
 
 
+def _guard_ms(expected: Sequence[Tier], tiers: frozenset[str] | None) -> float:
+    """The smallest TPOT target of tiers that are expected; targets of single requests do not count."""
+    targets = (tier.tpot_ms for tier in expected if tiers is None or tier.name in tiers)
+    return min((target for target in targets if target is not None), default=math.inf)
+
+
 def replace_reject(terms: Terms) -> Terms:
     """The same terms without the wish to be refused."""
     return Terms(terms.tier, terms.ttft_ms, terms.tpot_ms, False, terms.background)
+
+
+def _prefixes(ids: bytes) -> tuple[tuple[int, bytes], ...]:
+    """(tokens, key) of a prompt's beginnings, the longest first."""
+    lengths = (length for length in _PREFIXES if len(ids) >= 8 * length)
+    return tuple((length, blake2b(ids[: 8 * length], digest_size=16).digest()) for length in lengths)
