@@ -32,7 +32,7 @@ from sglang_adapt.policy.worth import QUICK, Appraiser, Counts, Row, Worth
 STARVED = 5
 """Windows that a tier waits for an engine that meets its targets, while another layout is worth more."""
 CALM = 3
-"""Windows in a row that a layout has to be wanted if the one that serves carries the load as well."""
+"""Windows in a row, at most, that a layout has to be wanted if the one that serves carries the load as well."""
 MARGIN = 0.05
 """A layout that serves is left for one that is worth at least this part more."""
 BEHIND = 0.02
@@ -91,6 +91,7 @@ class Situation:
         longest_tokens: of the longest request that is there and that not every engine holds; 0 if there is none.
         horizon_s: time over which a gain counts.
         history: of the plan before.
+        calm: windows in a row that a layout has to be wanted if the one that serves carries the load as well.
     """
 
     demands: tuple[Demand, ...]
@@ -102,6 +103,7 @@ class Situation:
     longest_tokens: int = 0
     horizon_s: float = 5.0
     history: History = History()
+    calm: int = CALM
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,8 @@ def plan(now: Situation) -> Plan:
         gain = (best.worth.value - serving.worth.value) * now.horizon_s
         if not better and gain <= lost:
             reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {now.horizon_s:g} s"
-        elif not better and not behind and windows < CALM:
-            reason = f"{why}; for {windows} of {CALM} windows"
+        elif not better and not behind and windows < now.calm:
+            reason = f"{why}; for {windows} of {now.calm} windows"
         else:
             move, reason = True, why
     served = wanted if move else now.layout

@@ -116,6 +116,14 @@ class SimulatedEngine:
         """Tokens of KV that nobody has or will have."""
         return self.kv_tokens - self._reserved
 
+    @property
+    def next_to_end(self) -> tuple[Request, int] | None:
+        """Of what decodes the request that ends first, and the tokens that it has given; None if nothing does."""
+        if not self._ends:
+            return None
+        request = self._ends[0][2]
+        return request, request.given + self._step - request.joined
+
     def add(self, request: Request, now_ms: float) -> None:
         """A request has come; `unread` of it is to be computed."""
         self.requests[request.number] = request
