@@ -191,7 +191,7 @@ class Admission:
         While no engine serves, as in a switch, what the queue of its tier has room for is admitted, to wait for one.
         """
         now = self._forget_tickets()
-        self._note_asked(request.terms.tier)
+        self._note_asked(request.terms)
         job = self._job(request.terms, request.tokens, request.output, now - request.arrived_ms)
         decision = self._decide(request.terms, job, self._loads(engines, guarded=True))
         if decision.outcome is Outcome.REFUSED:
@@ -243,17 +243,13 @@ class Admission:
             terms, arrived, output = request.terms, request.arrived_ms, request.output
         else:
             terms, arrived, output = request_terms(self.config), now, None
-            self._note_asked(terms.tier)
+            self._note_asked(terms)
         prefixes = _prefixes(ids)
         loads = self._loads(engines, prefixes, guarded=True)
         # It has been admitted: if its place is gone by now it is late, but it is not refused any more.
         job = self._job(terms, tokens, output, now - arrived)
         decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
         self._records[rid] = _Record(terms, tokens, arrived, decision, output, prefixes=prefixes)
-        if terms.tpot_ms is not None:
-            if terms.tier not in self._seen_ms:
-                self._guarding = None
-            self._seen_ms[terms.tier] = now
         if known is None:
             self._waiting[terms.tier] += 1
         if decision.outcome is Outcome.FEASIBLE:
@@ -593,9 +589,14 @@ class Admission:
         value, at = self._asked.get(tier, (0.0, now))
         return value * math.exp((at - now) / _EXPECTED_MS)
 
-    def _note_asked(self, tier: str) -> None:
+    def _note_asked(self, terms: Terms) -> None:
+        """A request has come. One that is refused counts as well: room is to be there for the next one."""
         now = self._clock_ms()
-        self._asked[tier] = (self._asked_rate(tier, now) + 1.0, now)
+        self._asked[terms.tier] = (self._asked_rate(terms.tier, now) + 1.0, now)
+        if terms.tpot_ms is not None:
+            if terms.tier not in self._seen_ms:
+                self._guarding = None
+            self._seen_ms[terms.tier] = now
 
     def _cached(self, engine: str, prefixes: Sequence[tuple[int, bytes]]) -> int:
         """Tokens of a prompt that an engine is believed to have; `prefixes` of it, the longest first."""

@@ -87,8 +87,16 @@ def _parser() -> argparse.ArgumentParser:
         "--rate-scale", type=float, default=1.0, help="requests arrive so many times as fast (default: 1)"
     )
     what.add_argument("--repeat", type=int, default=1, help="the traces so many times in a row (default: 1)")
+    what.add_argument(
+        "--phase",
+        action="append",
+        default=[],
+        metavar="SECONDS:TIER=RATE,...",
+        help="lengths of the traces, but Poisson arrivals at these rates a second; several phases take turns for "
+        "--seconds",
+    )
     what.add_argument("--rate", type=float, help="Poisson arrivals a second, in place of --trace")
-    what.add_argument("--seconds", type=float, default=60.0, help="of Poisson arrivals (default: 60)")
+    what.add_argument("--seconds", type=float, default=60.0, help="of Poisson arrivals and of phases (default: 60)")
     what.add_argument("--input", type=int, default=1024, help="prompt tokens of these, about (default: 1024)")
     what.add_argument("--output", type=int, default=128, help="output tokens of these, about (default: 128)")
     what.add_argument("--seed", type=int, default=0, help="of arrivals and of tiers that are drawn (default: 0)")
@@ -106,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     speed.add_argument("--profile", type=Path, help="as measured by python -m sglang_adapt.profile; needs --kv-tokens")
     speed.add_argument("--model", default="llama-3.1-8b", help="to reckon without a profile (default: llama-3.1-8b)")
     speed.add_argument("--card", default="H100", help="likewise (default: H100)")
+    speed.add_argument(
+        "--link",
+        type=float,
+        metavar="BYTES_PER_S",
+        help="reckon also what the sums of wide engines send, at this speed a GPU (default: it takes no time)",
+    )
     speed.add_argument("--gpus", type=int, default=4, help="default: 4")
     speed.add_argument("--tp-sizes", default="", help="e.g. 1,2,4 (default: all of the profile, or 1,2,4)")
     speed.add_argument("--kv-tokens", type=int, help="that a GPU holds at the smallest TP size (default: reckoned)")
