@@ -27,8 +27,8 @@ class HardwareError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes of a model: `layers`, bytes of weights, of a weight and of a token's KV (over all layers and heads), and how
-    many numbers a token is between layers (`hidden`)."""
+    """Sizes of a model: `layers`, bytes of weights, of a weight and of a token's KV (over all layers and heads), and
+    how many numbers a token is between layers."""
 
     layers: int
     weight_bytes: int
