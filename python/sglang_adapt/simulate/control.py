@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_adapt.core.layout import Layout
+from sglang_adapt.core.layout import Layout, Role
 from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.policy.assign import promises
 from sglang_adapt.policy.carry import Mover, Room, Strategy, carry
@@ -71,7 +71,7 @@ class Control:
         self.switches: list[SwitchMade] = []
         self.plans = 0
         self._decided: Plan | None = None
-        node.routing.serve([engine.name for engine in layout.engines])
+        node.routing.serve([engine.name for engine, role in layout.role_of.items() if role is not Role.DECODE])
         if self._interval_ms is not None:
             tier_of = {request.rid: request.arrival.tier for request in node.requests}
             self._traffic = Traffic(tier_of.__getitem__, lambda: node.now_ms / 1e3)

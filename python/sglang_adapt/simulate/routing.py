@@ -119,8 +119,9 @@ class LeastLoad:
         self._place(request, name)
 
     def progressed(self, engine: SimulatedEngine, progress: Progress) -> None:
-        for request in progress.ended:
-            self._dispatch.release(engine.name, request.arrival.prompt)
+        if engine.name in self._dispatch:  # Else it has its requests from another one, which it serves for.
+            for request in progress.ended:
+                self._dispatch.release(engine.name, request.arrival.prompt)
 
     def let_go(self) -> None:
         pass
