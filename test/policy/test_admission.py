@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -72,12 +73,15 @@ def test_time_already_waited_counts() -> None:
 def test_a_long_prompt_is_read_in_parts_so_that_others_keep_their_targets() -> None:
     """Of 6 ms 5.4 may be used: a step takes 3, so four of them have 8 tokens of the prompt beside them."""
     bounds = Bounds(1, 1024, 64)
-    load = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0, bounds=bounds, decoding=3)
+    load = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0, bounds=bounds, decoding=3, prefill_ms=1000.0)
     job = Job(100, 10, 5000.0, 1000.0)
     seen = forecast(job, load)
     assert seen.ttft_ms == 3 + 100 / 8 * (8 + 4 * 3)
-    assert seen.others_tpot_ms == pytest.approx(4 / (1 - 100 / 2000)) and is_feasible(job, load, seen)
+    assert seen.others_tpot_ms == 4 + 4 / 4 and is_feasible(job, load, seen)
     assert not is_feasible(Job(100, 10, 250.0, 1000.0), load, forecast(Job(100, 10, 250.0, 1000.0), load))
+    # While prompts take little of its time they are not cut.
+    seen = forecast(job, replace(load, prefill_ms=0.0))
+    assert seen.ttft_ms == 3 + 100 and seen.others_tpot_ms == pytest.approx(4 / (1 - 100 / 2000))
     # Where not even the smallest part fits beside a step, there is no room.
     coarse = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0, bounds=Bounds(16, 1024, 64))
     job = Job(1000, 10, 50_000.0, 1000.0)

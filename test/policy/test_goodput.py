@@ -50,7 +50,7 @@ def test_an_engine_that_is_thought_slow_is_found_out(rate: float, seed: int) -> 
 
 
 def test_an_engine_that_is_thought_fast_is_found_out() -> None:
-    assert met(2 * AT_CAPACITY, believed=FASTER)["strict"] > 0.8
+    assert met(2 * AT_CAPACITY, believed=FASTER)["strict"] > 0.65
 
 
 def test_what_is_late_does_not_make_the_rest_late() -> None:

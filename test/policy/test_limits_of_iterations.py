@@ -21,22 +21,33 @@ def test_without_a_target_or_a_step_there_is_no_limit() -> None:
 
 
 def test_a_tighter_target_makes_smaller_parts() -> None:
-    chunks = [chunk_tokens(H100, 8.0, tpot_ms, BOUNDS) for tpot_ms in (10.0, 20.0, 50.0, 100.0, 1000.0)]
-    assert chunks == sorted(chunks) and chunks[0] == 192 and chunks[-1] == 8192
-    assert 192 < chunks[1] < chunks[2] < 8192
+    chunks = [chunk_tokens(H100, 8.0, tpot_ms, BOUNDS) for tpot_ms in (11.0, 20.0, 50.0, 100.0, 1000.0)]
+    assert chunks == sorted(chunks) and chunks[0] == 256 and chunks[-1] == 8192
+    assert 256 < chunks[1] < chunks[2] < 8192
+
+
+def test_prompts_that_take_little_time_are_not_cut() -> None:
+    """Of 20 ms 18 count, and 15.3 to be safe from bursts: a step of 8 leaves that while prompts take under 47 %."""
+    assert chunk_tokens(H100, 8.0, 20.0, BOUNDS, 0.47) == 8192
+    assert chunk_tokens(H100, 8.0, 20.0, BOUNDS, 0.48) == chunk_tokens(H100, 8.0, 20.0, BOUNDS) < 8192
 
 
 def test_parts_are_not_so_small_that_they_cost_as_much_as_large_ones() -> None:
     """On this GPU 16 tokens take 7.3 ms, 192 too, and then each token its time."""
     assert H100.prefill_ms(16) > 0.99 * H100.prefill_ms(192)
-    assert chunk_tokens(H100, 8.0, 1.0, BOUNDS) == 192
+    assert chunk_tokens(H100, 8.0, 10.95, BOUNDS) == 192
     assert 8192 / 192 * H100.prefill_ms(192) <= 2 * H100.prefill_ms(8192) < 8192 / 128 * H100.prefill_ms(128)
+
+
+def test_where_no_part_keeps_the_target_prompts_are_not_cut() -> None:
+    """Parts would make first tokens late, and keep nothing."""
+    assert chunk_tokens(H100, 8.0, 10.0, BOUNDS) == chunk_tokens(H100, 8.0, 1.0, BOUNDS) == 8192
 
 
 def test_what_was_promised_may_always_run() -> None:
     """Even where the prediction says that it is too much."""
-    assert limits_for(H100, 40, 40_000.0, 40, 1.0, BOUNDS) == Limits(192, 41)
-    assert limits_for(H100, 256, 40_000.0, 256, 1.0, BOUNDS) == Limits(192, None)
+    assert limits_for(H100, 40, 40_000.0, 40, 1.0, BOUNDS) == Limits(None, 41)
+    assert limits_for(H100, 256, 40_000.0, 256, 1.0, BOUNDS) == Limits(None, None)
 
 
 @given(st.integers(1, 256), st.floats(1, 1e6), st.floats(1, 200), st.sampled_from([1, 16, 64]))
@@ -46,8 +57,7 @@ def test_a_step_and_its_prompts_stay_below_the_target(running: int, context: flo
     limits = limits_for(H100, running, context, 0, tpot, bounds)
     chunk = bounds.prefill_tokens if limits.prefill_tokens is None else limits.prefill_tokens
     assert chunk % page == 0 and page <= chunk <= 8192
-    least = chunk_tokens(H100, 1.0, 0.1, bounds)
-    assert chunk == least or step + H100.prefill_ms(chunk) / STEPS <= SAFETY * tpot
+    assert chunk == 8192 // page * page or step + H100.prefill_ms(chunk) / STEPS <= SAFETY * tpot
     requests = bounds.requests if limits.requests is None else limits.requests
     assert 1 <= requests <= 256
     assert requests == 1 or H100.decode_ms(requests, context / running * requests) <= SAFETY * tpot
@@ -73,7 +83,11 @@ def test_a_part_is_the_largest_that_fits_and_is_not_too_dear(
     spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
     fitting = [size for size in sizes if times.prefill_ms(size) <= spare_ms * (1 - 1e-9)]
     cheap = [size for size in sizes if times.prefill_ms(size) <= 2 * least * size * (1 + 1e-9)]
-    assert chosen in sizes
+    assert chosen in sizes or chosen == max(page, most)
+    if chosen == max(page, most):
+        best = min((size for size in cheap if size >= max(fitting, default=page)), default=max(sizes))
+        assert not fitting or (best >= max(fitting) and (best > max(fitting) or best >= most // page * page))
+        return
     assert chosen >= max(fitting, default=page)
     if times.prefill_ms(chosen) > spare_ms * (1 + 1e-9):
         assert chosen <= min((size for size in cheap if size >= max(fitting, default=page)), default=max(sizes))

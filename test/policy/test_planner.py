@@ -18,6 +18,7 @@ from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.planner import CALM, LINGER, STARVED, History, Plan, Situation, Trigger, plan
 from sglang_adapt.policy.price import Price, Running
+from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
 from sglang_adapt.policy.worth import Appraiser, Row
 
 CHEAP = Price(fixed_ms=20.0, bytes_per_s=1e11)
@@ -419,3 +420,28 @@ def test_lengths_are_remembered_when_nothing_comes() -> None:
     assert (first.prompt_tokens, first.output_tokens) == (300, 25)
     later = demands([Terms("all")], [Window(1.0, {})], {}, {"all": first})[0]
     assert (later.rate_rps, later.prompt_tokens, later.output_tokens) == (0, 300, 25)
+
+
+def test_roles_are_left_only_for_what_is_worth_more() -> None:
+    """Long prompts, a tight TPOT: a split carries more than mixed engines. Short prompts, long outputs: it does not."""
+    serving = parse_layout("tp1@0:prefill,tp1@1:decode", (1, 2), 2)
+    speeds = tuple(split_speed(tp) for tp in (1,))
+
+    def at(prompt: float, output: float, ttft_ms: float, tpot_ms: float, rate: float) -> Plan:
+        demand = Demand(Terms("one", 1.0, ttft_ms, tpot_ms), rate, prompt, output)
+        return plan(Situation((demand,), speeds, 2, serving, {}, Price(60.0, 3e11), history=History({}, "", 9)))
+
+    kept = at(6000, 40, 1000.0, 12.0, 5.0)
+    assert kept.layout == kept.wanted == serving and not kept.move
+    assert kept.split is not None and kept.split.is_split
+    assert [str(option) for option in kept.options] == ["2 x TP 1 in roles", "2 x TP 1"]
+    left = at(200, 400, 1000.0, 30.0, 200.0)
+    assert left.wanted == Layout(serving.engines) and left.bill.requests == 0
+    assert left.split is not None and not left.split.is_split and "mixed engines carry" in left.split.reason
+
+
+def split_speed(tp: int) -> Speed:
+    """Llama-3.1-8B on an H100, reckoned."""
+    model = ModelFigures(tp, 32, 16_060_522_496 // tp, 131_072 // tp, 2)
+    times = ReckonedTimes(model, gpu_figures("NVIDIA H100")[0])
+    return Speed(tp, times, Bounds(16 * tp, 8192, 2048), 396_266 * tp, 396_266)

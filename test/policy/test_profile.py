@@ -159,8 +159,9 @@ def test_other_files_are_no_profiles(tmp_path: Path, text: str) -> None:
 
 def test_a_size_of_which_nothing_was_seen_is_corrected_as_the_others() -> None:
     learned = {1: Correction(4.0, 2.0, 32.0), 2: Correction(9.0, 1.0, 32.0), 4: Correction(most=32.0)}
-    shared = shared_corrections(learned)
+    shared = shared_corrections(learned, measured=False)
     assert shared[1] == learned[1]
     assert (shared[2].prefill, shared[2].decode) == (9.0, pytest.approx(2.0))
     assert (shared[4].prefill, shared[4].decode) == (pytest.approx(6.0), pytest.approx(2.0))
-    assert shared_corrections({1: Correction()}) == {1: Correction()}
+    assert shared_corrections(learned, measured=True) == learned
+    assert shared_corrections({1: Correction()}, measured=False) == {1: Correction()}

@@ -46,7 +46,7 @@ def test_tiers_and_corrections_are_those_of_now() -> None:
     interactive, _, background = made.terms()
     assert (interactive.tier, interactive.weight, interactive.tpot_ms) == ("interactive", 2.0, 25.0)
     assert background.ttft_ms is None
-    assert [one.times.decode_ms(1, 1) for one in made.speeds()] == [12.0, 12.0]
+    assert [one.times.decode_ms(1, 1) for one in made.speeds()] == [12.0, 3.0]
     told: list[object] = []
     admission.assign = told.append
     made.assign({"tp1@0": frozenset({"interactive"})})

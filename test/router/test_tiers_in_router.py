@@ -303,6 +303,8 @@ def test_limits_follow_what_was_promised() -> None:
     world.arrive("n", "night", tokens=2)
     assert world.admission.limits(engine) == OPEN
     world.arrive("s", "strict", tokens=2)
+    assert world.admission.limits(engine) == Limits(None, 8)
+    world.admission._prefill["tp2@0-1"] = (1600.0, world.now)  # Prompts take most of its time.
     # Of 10 ms 9 may be used; a step takes 2, so 24 tokens of the ladder (1 ms each) fit beside four, or 8 requests.
     assert world.admission.limits(engine) == Limits(24, 8)
     world.finish("tp2@0-1", "s")

@@ -88,6 +88,11 @@ class Load:
     preemptible: int = 0
     tiers: frozenset[str] | None = None
 
+    @property
+    def share(self) -> float:
+        """Of its time, what prompts take."""
+        return min(_MOST_SHARE, self.prefill_ms / WINDOW_MS)
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -111,14 +116,14 @@ def forecast(job: Job, load: Load) -> Forecast:
     new = max(1, job.tokens - load.cached)
     times, tightest = load.times, min(load.tightest_tpot_ms, job.tpot_ms or math.inf)
     step = times.decode_ms(load.requests, load.context)
-    chunk = chunk_tokens(times, step, tightest, load.bounds)
+    with_own = min(_MOST_SHARE, (load.prefill_ms + times.prefill_ms(new, load.cached)) / WINDOW_MS)
+    chunk = chunk_tokens(times, step, tightest, load.bounds, with_own)
     between = step if load.decoding else 0.0
     ttft = job.waited_ms + step + prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk)
     after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
-    longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds)) / STEPS
-    tpot = min(longest, after / (1 - min(_MOST_SHARE, load.prefill_ms / WINDOW_MS)))
-    own = times.prefill_ms(new, load.cached)
-    others = min(longest, after / (1 - min(_MOST_SHARE, (load.prefill_ms + own) / WINDOW_MS)))
+    longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds, with_own)) / STEPS
+    tpot = min(longest, after / (1 - load.share))
+    others = min(longest, after / (1 - with_own))
     stay = load.requests if job.tpot_ms is None else load.requests - load.preemptible
     return Forecast(ttft, tpot, others if load.requests else 0.0, stay >= load.bounds.requests)
 
@@ -150,8 +155,12 @@ def guarded_ms(load: Load) -> float:
     """Up to which time between tokens an engine may take on looser work, so that a request that is to be expected still
     finds its target kept. Infinite if it could not keep that target for one request alone: then there is nothing to
     leave room for."""
-    alone = _alone_ms(load)
-    return math.inf if load.guard_ms < alone / SAFETY else _part_ms(load.guard_ms, alone)
+    return guarded_by_ms(load.guard_ms, _alone_ms(load))
+
+
+def guarded_by_ms(guard_ms: float, alone_ms: float) -> float:
+    """The same, of an engine of which a step of one request takes `alone_ms`."""
+    return math.inf if guard_ms < alone_ms / SAFETY else _part_ms(guard_ms, alone_ms)
 
 
 def _alone_ms(load: Load) -> float:

@@ -106,7 +106,9 @@ class _Engine:
 
     def cut(self, batch: float) -> None:
         """Cut prompts as an engine does that has this batch; a smaller one cuts them into larger parts."""
-        chunk = chunk_tokens(self._times, self.step_ms(batch), self._tpot_ms, self._bounds)
+        step = self.step_ms(batch)
+        share = min(1.0, batch * self._whole_ms / (batch * self._whole_ms + self.output * step))
+        chunk = chunk_tokens(self._times, step, self._tpot_ms, self._bounds, share)
         self._chunk, self._read_ms = None, self._whole_ms
         if self.prompt > chunk:
             self._chunk = chunk

@@ -17,6 +17,9 @@ from sglang_adapt.policy.profile import Corrected, Times
 SAFETY = 0.9
 """Predictions have to stay below this part of a target."""
 
+_UNCUT = 0.85
+"""Prompts are not cut while tokens come within this part of what has to hold: a burst makes it more at once."""
+
 STEPS = 4
 """Decode steps for each full part of prompts. TPOT is a mean, so one large part for several steps does what small ones
 do, and a batch of prompts costs much however small it is."""
@@ -57,7 +60,7 @@ OPEN = Limits()
 """Nothing that runs there has a target."""
 
 
-def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds) -> int:
+def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds, share: float = 1.0) -> int:
     """Prompt tokens of an iteration, so that a step and its part of them stay below `SAFETY` of a target.
 
     Args:
@@ -65,17 +68,22 @@ def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds) -
         step_ms: of its decode step; 0 if nothing decodes, and nothing waits for prompts.
         tpot_ms: the tightest target; may be infinite.
         bounds: the result is a multiple of its pages, of a coarse ladder so that it rarely changes.
+        share: of the engine's time that prompts take, up to 1. While it leaves the target kept, prompts are not cut:
+            parts would only make first tokens late.
 
     It is not smaller than what takes `_DEAREST` times as long a token as the largest does. Smaller parts would cost
-    about as much each and be more of them: everything would take longer, whatever runs beside.
+    about as much each and be more of them: everything would take longer, whatever runs beside. If even such a part is
+    more than a step has to spare, cutting does not keep the target, and prompts are not cut either: how many are let
+    in has to keep it (`admission`).
     """
     most = max(bounds.page_tokens, bounds.prefill_tokens)
-    if math.isinf(tpot_ms) or step_ms <= 0:
+    if math.isinf(tpot_ms) or step_ms <= _UNCUT * SAFETY * tpot_ms * (1 - share):
         return most
     spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
     plain, stretch = (times.times, times.correction.prefill) if isinstance(times, Corrected) else (times, 1.0)
     parts = _parts(plain, most, bounds.page_tokens)
-    return parts.chosen[max(0, bisect_right(parts.took_ms, spare_ms / stretch) - 1)]
+    at = bisect_right(parts.took_ms, spare_ms / stretch) - 1
+    return parts.chosen[at] if at >= 0 and parts.chosen_ms[at] * stretch <= max(spare_ms, 0.0) else most
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,7 @@ class _Parts:
 
     took_ms: tuple[float, ...]
     chosen: tuple[int, ...]
+    chosen_ms: tuple[float, ...]
 
 
 @lru_cache(maxsize=64)
@@ -97,10 +106,13 @@ def _parts(times: Times, most: int, page_tokens: int) -> _Parts:
         if took_ms <= _DEAREST * token_ms * tokens:
             cheap = tokens
         chosen.append(cheap)
-    return _Parts(tuple(took), tuple(reversed(chosen)))
+    chosen.reverse()
+    return _Parts(tuple(took), tuple(chosen), tuple(times.prefill_ms(tokens) for tokens in chosen))
 
 
-def limits_for(times: Times, running: int, context: float, promised: int, tpot_ms: float, bounds: Bounds) -> Limits:
+def limits_for(
+    times: Times, running: int, context: float, promised: int, tpot_ms: float, bounds: Bounds, share: float = 1.0
+) -> Limits:
     """What an engine may do in an iteration.
 
     Args:
@@ -110,10 +122,11 @@ def limits_for(times: Times, running: int, context: float, promised: int, tpot_m
         promised: those among them that have been promised their targets.
         tpot_ms: the tightest of these; infinite if there is none.
         bounds: of its TP size.
+        share: of its time that prompts take, as in `chunk_tokens`.
     """
     if math.isinf(tpot_ms) or not running:
         return OPEN
-    chunk = chunk_tokens(times, times.decode_ms(running, context), tpot_ms, bounds)
+    chunk = chunk_tokens(times, times.decode_ms(running, context), tpot_ms, bounds, share)
     spare_ms = SAFETY * tpot_ms - times.prefill_ms(bounds.page_tokens) / STEPS
     # What has been promised may always run, and the next one.
     fitting = min(bounds.requests, promised + 1)

@@ -6,16 +6,19 @@ that could not be made. The clock and the switches are the caller's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.demand import Demand, Terms, Unfinished, Window, demands
 from sglang_adapt.policy.efficiency import Speed
-from sglang_adapt.policy.planner import History, Plan, Situation
+from sglang_adapt.policy.planner import CALM, History, Plan, Situation
 from sglang_adapt.policy.price import Price, Running
 
 WINDOWS = 5
 """Windows by which a rate is judged."""
+CALM_S = 3.0
+"""A layout that only answers sooner is wanted for this time before it is gone over to, or for `CALM` windows."""
 REST_WINDOWS = 5
 """After a switch that was refused the planner waits so many windows."""
 
@@ -62,6 +65,7 @@ class Pilot:
             horizon_s=WINDOWS * self._interval_s,
             history=self._history,
             asked=self._asked,
+            calm=min(CALM, max(1, math.ceil(CALM_S / self._interval_s))),
         )
 
     def may_follow(self, decided: Plan, *, in_turn: bool = True) -> bool:

@@ -27,12 +27,13 @@ from sglang_adapt.policy.demand import Demand
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.pausing import strategy_for
 from sglang_adapt.policy.price import Bill, Price, Running, bill
+from sglang_adapt.policy.split import Split, roles_rps, split, together
 from sglang_adapt.policy.worth import QUICK, Appraiser, Counts, Row, Worth
 
 STARVED = 5
 """Windows that a tier waits for an engine that meets its targets, while another layout is worth more."""
 CALM = 3
-"""Windows in a row that a layout has to be wanted if the one that serves carries the load as well."""
+"""Windows in a row, at most, that a layout has to be wanted if the one that serves carries the load as well."""
 MARGIN = 0.05
 """A layout that serves is left for one that is worth at least this part more."""
 BEHIND = 0.02
@@ -92,6 +93,7 @@ class Situation:
         horizon_s: time over which a gain counts.
         history: of the plan before.
         asked: somebody has asked for something since the start; before that no layout is known to be better.
+        calm: windows in a row that a layout has to be wanted if the one that serves carries the load as well.
     """
 
     demands: tuple[Demand, ...]
@@ -104,17 +106,20 @@ class Situation:
     horizon_s: float = 5.0
     history: History = History()
     asked: bool = True
+    calm: int = CALM
 
 
 @dataclass(frozen=True)
 class Option:
-    """A layout that was compared: engines by TP size, and what they are worth."""
+    """A layout that was compared: engines by TP size, and what they are worth; `roles`: in those that they have now."""
 
     counts: Counts
     worth: Worth
+    roles: bool = False
 
     def __str__(self) -> str:
-        return " + ".join(f"{number} x TP {tp}" for tp, number in sorted(self.counts.items(), reverse=True))
+        text = " + ".join(f"{number} x TP {tp}" for tp, number in sorted(self.counts.items(), reverse=True))
+        return f"{text} in roles" if self.roles else text
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,8 @@ class Plan:
         rows: the table of estimates.
         options: all that was compared, the best first.
         bill: of a switch to `wanted`.
+        split: whether roles of prefill and decode would carry more than the best layout's engines as mixed ones; only
+            for several engines of one TP size and one tier that is asked for.
         history: for the next plan.
     """
 
@@ -148,6 +155,7 @@ class Plan:
     options: tuple[Option, ...]
     bill: Bill
     history: History
+    split: Split | None = None
 
 
 def plan(now: Situation) -> Plan:
@@ -187,16 +195,25 @@ def plan(now: Situation) -> Plan:
         for counts in _candidates(current, own, now)
         if counts == current or _holds(counts, speeds) >= runs
     ]
+    if now.layout.roles:
+        options.insert(0, _in_roles(now, rows, speeds, options[0]))
     # Of equal ones the first, which is the one that serves.
     options.sort(key=lambda option: (*musts(option.counts), round(option.worth.value, 9)), reverse=True)
-    best, serving = options[0], next(option for option in options if option.counts == current)
+    held = bool(now.layout.roles)
+    best = options[0]
+    serving = next(option for option in options if option.counts == current and option.roles is held)
     better = musts(best.counts) > musts(current)
     behind = _left_behind(rows, serving)
     wanted, margin = now.layout, BEHIND if behind else MARGIN
-    if best.counts != current and (better or best.worth.value > (1 + margin) * serving.worth.value):
+    if best is not serving and (better or best.worth.value > (1 + margin) * serving.worth.value):
         busy = {name: one.kv_bytes for name, one in now.running.items()}
         bound = [name for name, one in now.running.items() if one.longest_tokens]
-        wanted = place(best.counts, now.gpus, now.layout, busy, bound)
+        # Engines that are the best as they are, but without their roles, stay.
+        wanted = (
+            Layout(now.layout.engines)
+            if best.counts == current
+            else place(best.counts, now.gpus, now.layout, busy, bound)
+        )
     stuck = _too_long(now, wanted, speeds) if now.asked else "no requests yet: the layout stays as it is"
     if stuck is not None:
         wanted = now.layout
@@ -216,15 +233,54 @@ def plan(now: Situation) -> Plan:
         gain = (best.worth.value - serving.worth.value) * now.horizon_s
         if not better and gain <= lost:
             reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {now.horizon_s:g} s"
-        elif not better and not behind and windows < CALM:
-            reason = f"{why}; for {windows} of {CALM} windows"
+        elif not better and not behind and windows < now.calm:
+            reason = f"{why}; for {windows} of {now.calm} windows"
         else:
             move, reason = True, why
     served = wanted if move else now.layout
     history = History(waited, str(wanted), windows, longest, since)
     tiers = tiers_of(own, wanted, rows)
     of_served = tiers if served == wanted else tiers_of(own, served, rows)
-    return Plan(served, move, wanted, trigger, reason, tiers, of_served, strategy, rows, tuple(options), cost, history)
+    return Plan(
+        served,
+        move,
+        wanted,
+        trigger,
+        reason,
+        tiers,
+        of_served,
+        strategy,
+        rows,
+        tuple(options),
+        cost,
+        history,
+        _split(best, rows, speeds),
+    )
+
+
+def _in_roles(now: Situation, rows: Sequence[Row], speeds: Mapping[int, Speed], mixed: Option) -> Option:
+    """The layout that serves in its roles: what it does as mixed engines, by how much more or less it carries."""
+    offered = sum(row.offered_rps for row in rows)
+    carried = sum(mixed.worth.carried_rps.values())
+    most = roles_rps(together([row.demand for row in rows]), now.layout.role_of, speeds)
+    # If mixed engines carry nothing, those in roles are worth what they carry.
+    share = min(offered, most) / carried if carried > 0 else 0.0
+    value = mixed.worth.value * share if carried > 0 else min(offered, most)
+    parts = {
+        row.tier: mixed.worth.carried_rps[row.tier] * share
+        if carried > 0
+        else min(offered, most) * row.offered_rps / max(offered, 1e-9)
+        for row in rows
+    }
+    return Option(mixed.counts, Worth(value, parts, mixed.worth.time_ms), roles=True)
+
+
+def _split(best: Option, rows: Sequence[Row], speeds: Mapping[int, Speed]) -> Split | None:
+    """For a layout of engines of one size and requests of one tier; else roles are not thought of."""
+    sizes = [tp for tp, number in best.counts.items() if number]
+    if len(sizes) != 1 or len(rows) != 1 or best.counts[sizes[0]] < 2:
+        return None
+    return split(rows[0].demand, speeds[sizes[0]], best.counts[sizes[0]])
 
 
 def _longest(now: Situation) -> tuple[int, int]:

@@ -223,12 +223,17 @@ class Correction:
         return min(self.most, max(1 / self.most, factor * math.exp(rate * error)))
 
 
-def shared_corrections(learned: Mapping[int, Correction]) -> dict[int, Correction]:
-    """Corrections by TP size, where a size of which nothing has been seen has the mean of the others.
+def shared_corrections(learned: Mapping[int, Correction], *, measured: bool) -> dict[int, Correction]:
+    """Corrections by TP size, of sizes of which nothing has been seen as well: those that are not in the layout.
 
-    A size that is not in the layout learns nothing. Left as it was reckoned, it would look quick beside sizes that have
-    turned out to be slow.
+    Args:
+        learned: by TP size.
+        measured: the times are those of a profile, which is right for each size until it is seen to be wrong there.
+            Reckoned ones err for all sizes alike: an unseen size has the mean of the others, or it would look quick
+            beside sizes that have turned out to be slow.
     """
+    if measured:
+        return dict(learned)
 
     def mean(factors: Iterable[float]) -> float:
         logs = [math.log(factor) for factor in factors if factor != 1.0]

@@ -9,9 +9,11 @@ estimated and the better one is taken.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_adapt.policy.demand import Demand
+from sglang_adapt.core.layout import EngineSpec, Role
+from sglang_adapt.policy.demand import Demand, Terms
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.limits import SAFETY
 
@@ -81,6 +83,28 @@ def decode_rps(demand: Demand, speed: Speed, handover_ms: float = HANDOVER_MS) -
             middle = (low + high) / 2
             low, high = (middle, high) if fits(middle) else (low, middle)
     return 1e3 * low / (output * step(low))
+
+
+def together(demands: Sequence[Demand]) -> Demand:
+    """Requests of several tiers as of one: their mean, with the tightest targets. At least one is given."""
+    rates = [demand.rate_rps or 1e-9 for demand in demands]
+    total = sum(rates)
+    ttft = min((one.terms.ttft_ms for one in demands if one.terms.ttft_ms is not None), default=None)
+    tpot = min((one.terms.tpot_ms for one in demands if one.terms.tpot_ms is not None), default=None)
+    return Demand(
+        Terms("+".join(one.terms.tier for one in demands), 1.0, ttft, tpot),
+        total,
+        sum(rate * one.prompt_tokens for rate, one in zip(rates, demands, strict=True)) / total,
+        sum(rate * one.output_tokens for rate, one in zip(rates, demands, strict=True)) / total,
+    )
+
+
+def roles_rps(demand: Demand, roles: Mapping[EngineSpec, Role], speeds: Mapping[int, Speed]) -> float:
+    """Requests/s within the targets that a layout with these roles carries; engines of both kinds carry their own."""
+    reads = sum(prefill_rps(demand, speeds[one.tp]) for one, role in roles.items() if role is Role.PREFILL)
+    decodes = sum(decode_rps(demand, speeds[one.tp]) for one, role in roles.items() if role is Role.DECODE)
+    mixed = sum(estimate(demand, speeds[one.tp]).capacity_rps for one, role in roles.items() if role is Role.MIXED)
+    return mixed + min(reads, decodes)
 
 
 def split(demand: Demand, speed: Speed, engines: int, handover_ms: float = HANDOVER_MS) -> Split:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from sglang_adapt.policy.admission import guarded_by_ms
 from sglang_adapt.policy.demand import Demand
 from sglang_adapt.policy.efficiency import Estimate, Speed, estimate
+from sglang_adapt.policy.limits import SAFETY
 
 QUICK = 0.5
 """A request that ends within its targets is worth its tier's weight, and up to this part of it more, the nearer its
@@ -85,7 +87,7 @@ class Appraiser:
 
     rows: Sequence[Row]
     speeds: Mapping[int, Speed]
-    _shared: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    _guarded: dict[tuple[str, int], Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._order = sorted(
@@ -117,18 +119,35 @@ class Appraiser:
         return Worth(value, carried, times)
 
     def _on(self, row: Row, tp: int, counts: Counts) -> Estimate:
-        """A tier's estimate: where there are fewer engines than tiers it shares one with the tightest of them."""
-        there = [other.demand.terms for other in self._order if other.estimates[tp].capacity_rps > 0]
-        if counts[tp] >= len(there) or not row.estimates[tp].capacity_rps:
-            return row.estimates[tp]
-        key = (row.tier, tp)
-        if key not in self._shared:
-            ttft = min((terms.ttft_ms for terms in there if terms.ttft_ms is not None), default=None)
-            tpot = min((terms.tpot_ms for terms in there if terms.tpot_ms is not None), default=None)
-            own = row.demand.terms
-            self._shared[key] = (
-                row.estimates[tp]
-                if (ttft, tpot) == (own.ttft_ms, own.tpot_ms)
-                else estimate(row.demand, self.speeds[tp], ttft, tpot, own=False)
+        """A tier's estimate where a tighter one is: as in admission, it leaves room for that one on a part of the
+        engines (`reserve.guards`). Its first tokens may come as late as its own target says."""
+        own, alone = row.demand.terms, row.estimates[tp]
+        there = [other for other in self._order if other.estimates[tp].capacity_rps > 0]
+        tightest = min((_tpot_ms(other) for other in there), default=math.inf)
+        if not alone.capacity_rps or tightest >= _tpot_ms(row):
+            return alone
+        if (row.tier, tp) not in self._guarded:
+            speed = self.speeds[tp]
+            most = min(guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY, _tpot_ms(row))
+            self._guarded[row.tier, tp] = (
+                estimate(row.demand, speed, own.ttft_ms, most, own=False) if math.isfinite(most) else alone
             )
-        return self._shared[key]
+        asked = sum(other.weight * other.offered_rps for other in there)
+        looser = sum(other.weight * other.offered_rps for other in there if _tpot_ms(other) > tightest)
+        open_ones = min(counts[tp] - 1, math.floor(counts[tp] * looser / asked)) if asked > 0 else 0
+        return _blended(self._guarded[row.tier, tp], alone, open_ones / counts[tp])
+
+
+def _tpot_ms(row: Row) -> float:
+    """A tier's target; infinite without one."""
+    tpot_ms = row.demand.terms.tpot_ms
+    return math.inf if tpot_ms is None else tpot_ms
+
+
+def _blended(first: Estimate, second: Estimate, share: float) -> Estimate:
+    """The mean engine of which this share is as the second one: with the times of the one that most are like."""
+    most = second if share >= 0.5 or not first.capacity_rps else first
+    rps = first.capacity_rps + share * (second.capacity_rps - first.capacity_rps)
+    if rps == most.capacity_rps or not most.capacity_rps:
+        return most
+    return replace(most, capacity_rps=rps, rates_rps=tuple(rate * rps / most.capacity_rps for rate in most.rates_rps))

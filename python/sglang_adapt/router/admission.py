@@ -7,7 +7,7 @@ the requests that wait for room. The router itself (`router.py`) keeps where eac
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -24,14 +24,13 @@ from sglang_adapt.policy.admission import (
     admit,
     aged_place,
     decodes_within,
-    forecast,
     is_late,
     place,
-    prompts_ms,
     room_for,
 )
 from sglang_adapt.policy.limits import Bounds, Limits, chunk_tokens, limits_for
 from sglang_adapt.policy.profile import Corrected, Correction
+from sglang_adapt.policy.reserve import Asked, Place, guards
 from sglang_adapt.policy.tally import Part, Tally
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.engine import Engine
@@ -43,10 +42,18 @@ _PREFIXES = (1024, 256, 64)
 """Lengths of prompts' beginnings, in tokens, by which engines are remembered."""
 _REMEMBERED = 8192
 _FEW_TOKENS = 8
-"""Requests with fewer output tokens say little of decode steps."""
+"""So many decode steps at least say how long one takes: output comes in a bunch now and then."""
+_MANY_TOKENS = 32
+_SLOWNESS = 1.15
+"""An engine that takes so many times as long for so many steps, and the prompts between, is slower than believed; less
+may be the part of a prompt that is counted at the wrong end."""
+_MOSTLY = 3.0
+"""A prompt says how long prompts take if it takes so many times as long as the step that it waits for."""
 _FIRST_GUESS_OUTPUT = 128.0
 _EXPECTED_MS = 10_000.0
 """A tier that has had a request in this time is expected to have another one, for which room is left."""
+_RESERVE_MS = 200.0
+"""So often is decided anew which engines leave room for a tight tier."""
 _SPARE_OF_TTFT = 0.5
 """Work without a promise may put prompts before the next feasible request for this part of the smallest TTFT target of
 the tiers that are expected."""
@@ -69,10 +76,21 @@ class _Record:
     last_ms: float = 0.0
     output: int = 0
     aged: bool = False
-    sent_forecast_ms: float = 0.0
-    first_step_ms: float = 0.0
+    reading: tuple[float, float, int] | None = None
+    read_ms: float = 0.0
+    began: tuple[str, float, float] = ("", 0.0, 0.0)
     engine: str = ""
     prefixes: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclass(slots=True)
+class _Span:
+    """Decode steps of an engine that has nothing to read: since when, and as one of its requests has seen them."""
+
+    rid: str
+    since_ms: float
+    output: int
+    step_ms: float
 
 
 @dataclass(slots=True)
@@ -126,10 +144,15 @@ class Admission:
         self._deadlines: list[tuple[float, str]] = []
         self._waiting: Counter[str] = Counter()
         self._prefill: dict[str, tuple[float, float]] = {}
+        self._sent: Counter[str] = Counter()
+        self._read: defaultdict[str, float] = defaultdict(float)
+        self._spans: dict[str, _Span] = {}
         self._outputs: dict[str, float] = {}
         self._prefixes: OrderedDict[bytes, str] = OrderedDict()
         self._turn = 0
         self._seen_ms: dict[str, float] = {}
+        self._asked: dict[str, tuple[float, float]] = {}
+        self._guarding: tuple[float, tuple[str, ...], Mapping[str, float]] | None = None
 
     @property
     def held(self) -> int:
@@ -139,6 +162,7 @@ class Admission:
     def reload(self, config: SloConfig) -> None:
         """Other tiers from now on; what has been admitted keeps its terms."""
         self.config = config
+        self._guarding = None
         names = {tier.name for tier in config.tiers}
         self._outputs = {name: tokens for name, tokens in self._outputs.items() if name in names}
         self._waiting += Counter()  # Drops tiers of which nothing waits.
@@ -158,6 +182,7 @@ class Admission:
             known = ", ".join(self._tp_of)
             raise ValueError(f"there is no engine {', '.join(unknown)} to assign tiers to; there are {known}")
         self._tiers_of = dict(tiers_of)
+        self._guarding = None
 
     # Requests arrive.
 
@@ -167,8 +192,9 @@ class Admission:
         While no engine serves, as in a switch, what the queue of its tier has room for is admitted, to wait for one.
         """
         now = self._forget_tickets()
+        self._note_asked(request.terms)
         job = self._job(request.terms, request.tokens, request.output, now - request.arrived_ms)
-        decision = self._decide(request.terms, job, self._loads(engines))
+        decision = self._decide(request.terms, job, self._loads(engines, guarded=True))
         if decision.outcome is Outcome.REFUSED:
             return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason)
         self._tickets[request.id] = _Ticket(request, decision, now + TICKET_MS)
@@ -218,14 +244,13 @@ class Admission:
             terms, arrived, output = request.terms, request.arrived_ms, request.output
         else:
             terms, arrived, output = request_terms(self.config), now, None
+            self._note_asked(terms)
         prefixes = _prefixes(ids)
-        loads = self._loads(engines, prefixes)
+        loads = self._loads(engines, prefixes, guarded=True)
         # It has been admitted: if its place is gone by now it is late, but it is not refused any more.
         job = self._job(terms, tokens, output, now - arrived)
         decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
         self._records[rid] = _Record(terms, tokens, arrived, decision, output, prefixes=prefixes)
-        if terms.tpot_ms is not None:
-            self._seen_ms[terms.tier] = now
         if known is None:
             self._waiting[terms.tier] += 1
         if decision.outcome is Outcome.FEASIBLE:
@@ -243,7 +268,7 @@ class Admission:
         heads = [(self._records[next(iter(queue))].arrived_ms, kind) for kind, queue in self._held.items() if queue]
         if not heads:
             return None
-        loads = self._loads(engines)
+        loads = self._loads(engines, guarded=True)
         oldest_ms, oldest = min(heads)
         if self._clock_ms() - oldest_ms > self.config.background_wait_s * 1000:
             at = aged_place(loads, [self._tally.of(engine.name).aged for engine in engines])
@@ -303,12 +328,15 @@ class Admission:
         """What an engine may do in an iteration now."""
         load = self._loads([engine])[0]
         promised = self._tally.of(engine.name).promised
-        return limits_for(load.times, load.requests, load.context, promised, load.tightest_tpot_ms, load.bounds)
+        return limits_for(
+            load.times, load.requests, load.context, promised, load.tightest_tpot_ms, load.bounds, load.share
+        )
 
     # Where requests are.
 
     def moved(self, rid: str, holder: str, tokens: int) -> None:
         """A request is in flight of an engine, or a holder beside the engines, from now on; `tokens` of its prompt."""
+        self._spans.pop(holder, None)
         self._tally.put(rid, holder, self._part(rid, tokens))
 
     def left(self, rid: str) -> None:
@@ -344,14 +372,9 @@ class Admission:
             record.sent_ms = now
         name = record.engine = engine.name
         load = self._loads([engine], record.prefixes)[0]
-        cached, times = load.cached, load.times
-        # Of itself, the load has one request and its prompt.
-        step = times.decode_ms(load.requests - 1, load.context - record.tokens)
-        chunk = chunk_tokens(times, step, load.tightest_tpot_ms, load.bounds)
-        between = step if load.decoding else 0.0
-        record.sent_forecast_ms = step + prompts_ms(times, max(1, load.prefill_tokens - cached), cached, between, chunk)
-        own = times.prefill_ms(max(1, record.tokens - cached), cached)
-        self._prefill[name] = (self._prefill_ms(name, now) + own, now)
+        own = load.times.prefill_ms(max(1, record.tokens - load.cached), load.cached)
+        self._prefill[name] = (load.prefill_ms + own, now)
+        self._note_reading(record, replace(load, prefill_ms=load.prefill_ms + own), own)
         for _, key in record.prefixes:
             self._prefixes[key] = name
             self._prefixes.move_to_end(key)
@@ -367,11 +390,12 @@ class Admission:
         if record.first_ms is None:
             record.first_ms = now
             self._waiting[record.terms.tier] -= 1
-            record.first_step_ms = self._step_ms(engine)
-            if record.sent_ms is not None:
-                self._learn(engine.name, "prefill", record.sent_forecast_ms, now - record.sent_ms)
+            self._learn_reading(record, engine.name, now)
         record.output, record.last_ms, record.engine = total, now, engine.name
         self._tally.change(rid, self._part(rid, record.tokens))
+        step = self._learn_steps(rid, total, engine.name, now)
+        if record.first_ms == now:
+            record.began = (engine.name, self._read[engine.name], step or self._step_ms(engine.name))
 
     def grown(self, engine: str, tokens: int) -> None:
         """Requests of an engine have given so many tokens together, of which `output` will tell one by one later.
@@ -386,6 +410,8 @@ class Admission:
         record = self._records.pop(rid, None)
         if record is None:
             return
+        if (span := self._spans.get(record.engine)) is not None and span.rid == rid:
+            del self._spans[record.engine]
         for queue in self._held.values():
             queue.pop(rid, None)
         if record.first_ms is None:
@@ -396,8 +422,8 @@ class Admission:
         tpot = None
         if record.first_ms is not None and record.output > 1:
             tpot = (record.last_ms - record.first_ms) / (record.output - 1)
-            if finished and engine is not None and record.output >= _FEW_TOKENS:
-                self._learn(engine.name, "decode", (record.first_step_ms + self._step_ms(engine)) / 2, tpot)
+            if finished and engine is not None and record.output >= _MANY_TOKENS:
+                self._learn_slowness(record, engine.name, record.last_ms - record.first_ms)
         if finished:
             tier = record.terms.tier
             known = self._outputs.get(tier, float(record.output))
@@ -434,11 +460,13 @@ class Admission:
             output = min(output, most_output)
         return Job(tokens, output, terms.ttft_ms, terms.tpot_ms, max(0.0, waited_ms), terms.tier)
 
-    def _loads(self, engines: Sequence[Engine], prefixes: Sequence[tuple[int, bytes]] = ()) -> list[Load]:
+    def _loads(
+        self, engines: Sequence[Engine], prefixes: Sequence[tuple[int, bytes]] = (), *, guarded: bool = False
+    ) -> list[Load]:
+        """What engines have to do; `guarded` if all that serve are named, and more is to be placed there."""
         now = self._clock_ms()
         times = {tp: Corrected(times, self.corrections[tp]) for tp, times in self._times.items()}
-        expected = self._expected()
-        for_all = _guard_ms(expected, None)
+        guarding = self._guards(engines, now) if guarded else {}
         loads = []
         for name in (engine.name for engine in engines):
             sums, tiers, tp = self._tally.of(name), self._tiers_of.get(name), self._tp_of[name]
@@ -453,7 +481,7 @@ class Admission:
                     self._prefill_ms(name, now),
                     self._bounds[tp],
                     self._cached(name, prefixes) if prefixes else 0,
-                    for_all if tiers is None else _guard_ms(expected, tiers),
+                    guarding.get(name, math.inf),
                     sums.decoding,
                     sums.preemptible,
                     tiers,
@@ -465,18 +493,73 @@ class Admission:
         value, at = self._prefill.get(engine, (0.0, now))
         return value * math.exp((at - now) / WINDOW_MS)
 
-    def _step_ms(self, engine: Engine) -> float:
-        """Time between tokens on an engine, as it is now."""
-        load = self._loads([engine])[0]
-        if not load.requests:
-            return 0.0
-        return forecast(Job(0, 0.0, None, None), replace(load, requests=load.requests - 1)).tpot_ms
+    # Corrections learn times of prefills and of steps where nothing else is in them: what forecasts leave out, such as
+    # queueing, would make the times look longer than they are, and sizes that are seldom asked better than they are.
 
-    def _learn(self, engine: str, what: str, predicted_ms: float, actual_ms: float) -> None:
-        tp = self._tp_of[engine]
-        known = self.corrections[tp]
-        learned = known.with_prefill if what == "prefill" else known.with_decode
-        self.corrections[tp] = learned(predicted_ms, actual_ms)
+    def _note_reading(self, record: _Record, load: Load, own_ms: float) -> None:
+        """A prompt goes to an engine; if it is alone and prompts are not cut, its time is learned from.
+
+        Args:
+            load: of the engine, with this request.
+            own_ms: that its prompt is to take.
+        """
+        name, record.read_ms = load.engine, own_ms
+        self._sent[name] += 1
+        self._spans.pop(name, None)
+        step = load.times.decode_ms(load.requests - 1, load.context - record.tokens) if load.decoding else 0.0
+        chunk = chunk_tokens(load.times, step, load.tightest_tpot_ms, load.bounds, load.share)
+        uncut = record.tokens <= chunk >= load.bounds.prefill_tokens
+        alone = uncut and load.prefill_tokens <= record.tokens and own_ms >= _MOSTLY * step
+        # It waits for half of the step in flight, on average.
+        record.reading = (own_ms, step / 2, self._sent[name]) if alone else None
+
+    def _learn_reading(self, record: _Record, engine: str, now: float) -> None:
+        """A request's first token has come."""
+        self._spans.pop(engine, None)
+        self._read[engine] += record.read_ms
+        if record.reading is not None and record.sent_ms is not None and record.engine == engine:
+            predicted, beside, sent = record.reading
+            if sent == self._sent[engine]:
+                known = self.corrections[self._tp_of[engine]]
+                actual = now - record.sent_ms - beside
+                self.corrections[self._tp_of[engine]] = known.with_prefill(predicted, actual)
+
+    def _learn_steps(self, rid: str, total: int, engine: str, now: float) -> float | None:
+        """A request has `total` tokens now: if its engine has read nothing meanwhile, they were decode steps alone.
+
+        Returns the time of a step as it is believed to be, if it was looked up.
+        """
+        if self._tally.of(engine).unread:
+            self._spans.pop(engine, None)
+            return None
+        span = self._spans.get(engine)
+        if span is not None and (span.rid != rid or total - span.output < _FEW_TOKENS):
+            return None
+        step = self._step_ms(engine)
+        if span is not None:
+            tp = self._tp_of[engine]
+            actual = (now - span.since_ms) / (total - span.output)
+            self.corrections[tp] = self.corrections[tp].with_decode((span.step_ms + step) / 2, actual)
+        self._spans[engine] = _Span(rid, now, total, step)
+        return step
+
+    def _learn_slowness(self, record: _Record, engine: str, actual_ms: float) -> None:
+        """A request has ended: was its engine slower than if it had done one by one all that it did meanwhile?
+
+        An engine that is never without prompts would else never be found out. What is quicker says nothing: prompts
+        that are read together take less.
+        """
+        name, read, step = record.began
+        predicted = (record.output - 1) * (step + self._step_ms(engine)) / 2 + self._read[engine] - read
+        if name == engine and self._read[engine] > read and actual_ms > _SLOWNESS * predicted:
+            tp = self._tp_of[engine]
+            known = self.corrections[tp]
+            self.corrections[tp] = known.with_prefill(predicted, actual_ms).with_decode(predicted, actual_ms)
+
+    def _step_ms(self, engine: str) -> float:
+        """A decode step of an engine, as it is believed to be."""
+        sums, tp = self._tally.of(engine), self._tp_of[engine]
+        return self._times[tp].decode_ms(sums.requests, float(sums.context)) * self.corrections[tp].decode
 
     def _spare_ms(self) -> float:
         """Prompts without a promise that may be before the next one with a promise; infinite if none is expected."""
@@ -489,6 +572,39 @@ class Admission:
         self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
         return [tier for tier in self.config.tiers if tier.name in self._seen_ms]
 
+    def _guards(self, engines: Sequence[Engine], now: float) -> Mapping[str, float]:
+        """TPOT targets by engine for which looser work leaves room, of tiers that had requests of late."""
+        names = tuple(engine.name for engine in engines)
+        if self._guarding is not None:
+            decided, of, known = self._guarding
+            if of == names and now - decided < _RESERVE_MS:
+                return known
+        places = [
+            Place(name, self._times[self._tp_of[name]].decode_ms(1, 1.0), self._tiers_of.get(name)) for name in names
+        ]
+        asked = [
+            Asked(tier.name, tier.tpot_ms, tier.weight * self._asked_rate(tier.name, now))
+            for tier in self._expected()
+            if tier.tpot_ms is not None
+        ]
+        found = guards(places, asked)
+        self._guarding = (now, names, found)
+        return found
+
+    def _asked_rate(self, tier: str, now: float) -> float:
+        """Requests of a tier, of which older ones count less."""
+        value, at = self._asked.get(tier, (0.0, now))
+        return value * math.exp((at - now) / _EXPECTED_MS)
+
+    def _note_asked(self, terms: Terms) -> None:
+        """A request has come. One that is refused counts as well: room is to be there for the next one."""
+        now = self._clock_ms()
+        self._asked[terms.tier] = (self._asked_rate(terms.tier, now) + 1.0, now)
+        if terms.tpot_ms is not None:
+            if terms.tier not in self._seen_ms:
+                self._guarding = None
+            self._seen_ms[terms.tier] = now
+
     def _cached(self, engine: str, prefixes: Sequence[tuple[int, bytes]]) -> int:
         """Tokens of a prompt that an engine is believed to have; `prefixes` of it, the longest first."""
         return next((length for length, key in prefixes if self._prefixes.get(key) == engine), 0)
@@ -499,12 +615,6 @@ class Admission:
         while self._tickets and next(iter(self._tickets.values())).expires_ms < now:
             self.give_back(next(iter(self._tickets)))
         return now
-
-
-def _guard_ms(expected: Sequence[Tier], tiers: frozenset[str] | None) -> float:
-    """The smallest TPOT target of tiers that are expected; targets of single requests do not count."""
-    targets = (tier.tpot_ms for tier in expected if tiers is None or tier.name in tiers)
-    return min((target for target in targets if target is not None), default=math.inf)
 
 
 def replace_reject(terms: Terms) -> Terms:

@@ -15,7 +15,8 @@ def explain(plan: Plan) -> dict[str, Any]:
     Returns:
         `layout`, `move`, `wanted`, `trigger`, `strategy`, `reason` of the plan; `tiers`: by engine of `wanted`, what it
         is there for; `estimates`: a row for each tier and TP size; `options`: the layouts that were compared, the best
-        first; `price`: of a switch to `wanted`; `waited`: windows, by tier.
+        first; `price`: of a switch to `wanted`; `roles`: whether prefill and decode apart would carry more, and why;
+        `waited`: windows, by tier.
     """
     return {
         "layout": str(plan.layout),
@@ -40,6 +41,15 @@ def explain(plan: Plan) -> dict[str, Any]:
             "requests_paused": plan.bill.requests,
             "kv_bytes": round(plan.bill.kv_bytes),
             "pause_ms": _round(plan.bill.pause_ms),
+        },
+        "roles": None
+        if plan.split is None
+        else {
+            "prefill": plan.split.prefill,
+            "decode": plan.split.decode,
+            "split_rps": _round(plan.split.split_rps),
+            "mixed_rps": _round(plan.split.mixed_rps),
+            "reason": plan.split.reason,
         },
         "waited": dict(plan.history.waited),
     }

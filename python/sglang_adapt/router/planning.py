@@ -48,7 +48,9 @@ def make_planning(
     times = {tp: tiers.times(tp) for tp in config.tp_sizes}
 
     def speeds() -> tuple[Speed, ...]:
-        known = {} if admission is None else shared_corrections(admission.corrections)
+        known = (
+            {} if admission is None else shared_corrections(admission.corrections, measured=tiers.profile is not None)
+        )
         return tuple(
             Speed(
                 tp,

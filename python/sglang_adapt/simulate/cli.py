@@ -88,8 +88,16 @@ def _parser() -> argparse.ArgumentParser:
         "--rate-scale", type=number, default=1.0, help="requests arrive so many times as fast (default: 1)"
     )
     what.add_argument("--repeat", type=whole, default=1, help="the traces so many times in a row (default: 1)")
+    what.add_argument(
+        "--phase",
+        action="append",
+        default=[],
+        metavar="SECONDS:TIER=RATE,...",
+        help="lengths of the traces, but Poisson arrivals at these rates a second; several phases take turns for "
+        "--seconds",
+    )
     what.add_argument("--rate", type=number, help="Poisson arrivals a second, in place of --trace")
-    what.add_argument("--seconds", type=number, default=60.0, help="of Poisson arrivals (default: 60)")
+    what.add_argument("--seconds", type=number, default=60.0, help="of Poisson arrivals and of phases (default: 60)")
     what.add_argument("--input", type=whole, default=1024, help="prompt tokens of these, about (default: 1024)")
     what.add_argument("--output", type=whole, default=128, help="output tokens of these, about (default: 128)")
     what.add_argument("--seed", type=whole, default=0, help="of arrivals and of tiers that are drawn (default: 0)")
@@ -107,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     speed.add_argument("--profile", type=Path, help="as measured by python -m sglang_adapt.profile; needs --kv-tokens")
     speed.add_argument("--model", default="llama-3.1-8b", help="to reckon without a profile (default: llama-3.1-8b)")
     speed.add_argument("--card", default="H100", help="likewise (default: H100)")
+    speed.add_argument(
+        "--link",
+        type=number,
+        metavar="BYTES_PER_S",
+        help="reckon also what the sums of wide engines send, at this speed a GPU (default: it takes no time)",
+    )
     speed.add_argument("--gpus", type=whole, default=4, help="default: 4")
     speed.add_argument("--tp-sizes", default="", help="e.g. 1,2,4 (default: all of the profile, or 1,2,4)")
     speed.add_argument("--kv-tokens", type=whole, help="that a GPU holds at the smallest TP size (default: reckoned)")
@@ -160,10 +174,13 @@ def _one(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         auto = options.layout == AUTO
         if auto and options.system == "stock":
             raise FlagError("--layout auto: stock has a layout that stays; give one, e.g. tp1")
+        layout = layout_of(options.layout, setting)
+        if layout.roles and options.system != "stock":
+            raise FlagError(f"--layout {layout}: roles are simulated with --system stock only")
         system = System(
             setting.hardware,
             setting.gpus,
-            layout_of(options.layout, setting),
+            layout,
             admission=options.system == "ours",
             interval_s=setting.interval_s if auto else None,
             price=setting.price,

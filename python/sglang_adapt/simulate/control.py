@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_adapt.core.layout import Layout
+from sglang_adapt.core.layout import Layout, Role
 from sglang_adapt.core.slo import SloConfig
+from sglang_adapt.policy.assign import promises
 from sglang_adapt.policy.carry import Mover, Room, Strategy, carry
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.pilot import Pilot
-from sglang_adapt.policy.planner import plan
+from sglang_adapt.policy.planner import Plan, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.simulate.engine import Request, SimulatedEngine
@@ -69,7 +70,8 @@ class Control:
         self.began_with = layout
         self.switches: list[SwitchMade] = []
         self.plans = 0
-        node.routing.serve([engine.name for engine in layout.engines])
+        self._decided: Plan | None = None
+        node.routing.serve([engine.name for engine, role in layout.role_of.items() if role is not Role.DECODE])
         if self._interval_ms is not None:
             tier_of = {request.rid: request.arrival.tier for request in node.requests}
             self._traffic = Traffic(tier_of.__getitem__, lambda: node.now_ms / 1e3)
@@ -106,10 +108,18 @@ class Control:
             )
         )
         self.plans += 1
+        self._decided = decided
+        self._reassign()
         if self._pilot.may_follow(decided):
             self._begin(decided.layout, decided.trigger.value if decided.trigger is not None else "")
         else:
             self._node.at(self._node.now_ms + self._interval_ms, self._plan)
+
+    def _reassign(self) -> None:
+        """As the router's manager does after each plan and switch."""
+        decided = self._decided
+        planned = decided.serving if decided is not None and decided.layout == self.layout else {}
+        self._node.routing.assign(promises(planned, [terms.tier for terms in self._terms], list(planned)))
 
     def _running(self, engine: SimulatedEngine) -> Running:
         return Running(len(engine.requests), float(engine.context * self._hardware.token_bytes))
@@ -171,6 +181,7 @@ class Control:
         self.layout = made.after
         self.switches.append(made)
         self._pilot.learn(made.pause_ms, kv_tokens * self._hardware.token_bytes)
+        self._reassign()
         routing.serve([engine.name for engine in made.after.engines])
         assert self._interval_ms is not None
         node.at(node.now_ms + self._interval_ms, self._plan)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.policy.limits import OPEN, STEPS, Bounds, Limits
@@ -100,6 +100,7 @@ class SimulatedEngine:
         self._reserved = 0
         self._step = 0
         self._owed = 0
+        self._expected: set[int] = set()
 
     @property
     def due_ms(self) -> float:
@@ -116,6 +117,14 @@ class SimulatedEngine:
         """Tokens of KV that nobody has or will have."""
         return self.kv_tokens - self._reserved
 
+    @property
+    def next_to_end(self) -> tuple[Request, int] | None:
+        """Of what decodes the request that ends first, and the tokens that it has given; None if nothing does."""
+        if not self._ends:
+            return None
+        request = self._ends[0][2]
+        return request, request.given + self._step - request.joined
+
     def add(self, request: Request, now_ms: float) -> None:
         """A request has come; `unread` of it is to be computed."""
         self.requests[request.number] = request
@@ -123,10 +132,27 @@ class SimulatedEngine:
         self._cut(now_ms)
         self.start(now_ms)
 
+    def expect(self, request: Request) -> None:
+        """Keep room for a request that is on its way here; `resume` comes for each."""
+        self._expected.add(request.number)
+        self._reserved += request.arrival.prompt + request.arrival.output
+
+    def hand_over(self, request: Request) -> None:
+        """A request that decodes here leaves, with its KV, between two batches."""
+        assert self.batch is None
+        request.given += self._step - request.joined
+        self._context -= request.arrival.prompt + request.given
+        self._ends = [entry for entry in self._ends if entry[2] is not request]
+        heapify(self._ends)
+        self._forget(request)
+
     def resume(self, request: Request, now_ms: float) -> None:
         """A request goes on here, its KV is there already."""
         self.requests[request.number] = request
-        self._reserved += request.arrival.prompt + request.arrival.output
+        if request.number in self._expected:
+            self._expected.remove(request.number)
+        else:
+            self._reserved += request.arrival.prompt + request.arrival.output
         self._join(request)
         self._cut(now_ms)
         self.start(now_ms)

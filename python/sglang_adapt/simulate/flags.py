@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +14,18 @@ from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
 from sglang_adapt.core.slo_file import read_slo_config
 from sglang_adapt.policy.price import Price
 from sglang_adapt.simulate.hardware import MODELS, PRICE, Hardware, Shape, measured, reckoned
-from sglang_adapt.simulate.load import Arrival, Cut, merged, of_tier, poisson, read_trace, repeated, with_tiers
+from sglang_adapt.simulate.load import (
+    Arrival,
+    Cut,
+    Phase,
+    merged,
+    of_tier,
+    phased,
+    poisson,
+    read_trace,
+    repeated,
+    with_tiers,
+)
 from sglang_adapt.simulate.study import Setting, scaled
 
 AUTO = "auto"
@@ -59,7 +70,9 @@ def _hardware(options: argparse.Namespace) -> Hardware:
         if known is None:
             raise FlagError(f"--model {options.model} is not known; give one of {', '.join(MODELS)} of like KV")
         return measured(options.profile, sizes, shape, known.token_bytes, price)
-    return reckoned(options.model, options.card, sizes or (1, 2, 4), shape, price)
+    if options.link is not None and not options.link > 0:
+        raise FlagError(f"--link {options.link:g}: give a number above 0")
+    return reckoned(options.model, options.card, sizes or (1, 2, 4), shape, price, options.link)
 
 
 def _tiers(options: argparse.Namespace) -> tuple[SloConfig, dict[str, float]]:
@@ -114,7 +127,21 @@ def _arrivals(options: argparse.Namespace, config: SloConfig, shares: dict[str, 
         loads.append(of_tier(arrivals, tier) if equals else with_tiers(arrivals, shares, options.seed))
     if options.repeat < 1:
         raise FlagError(f"--repeat {options.repeat}: give a number above 0")
+    if options.phase:
+        phases = [_phase(text, options.rate_scale, names) for text in options.phase]
+        return phased(merged(loads), phases, options.seconds, options.seed)
     return repeated(merged(loads), options.repeat)
+
+
+def _phase(text: str, scale: float, names: Container[str]) -> Phase:
+    seconds, _, rest = text.partition(":")
+    rates = {}
+    for part in rest.split(","):
+        tier, equals, rate = part.partition("=")
+        if not equals or tier not in names:
+            raise FlagError(f"--phase {text}: write SECONDS:TIER=RATE,..., of tiers that there are")
+        rates[tier] = scale * _above_0(f"--phase {text}", rate)
+    return Phase(_above_0(f"--phase {text}", seconds), rates)
 
 
 def _window(text: str) -> tuple[float, float]:

@@ -28,19 +28,35 @@ class HardwareError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Sizes of a model: `layers`, bytes of weights, of a weight and of a token's KV (over all layers and heads)."""
+    """Sizes of a model: `layers`, bytes of weights, of a weight and of a token's KV (over all layers and heads), and
+    how many numbers a token is between layers."""
 
     layers: int
     weight_bytes: int
     token_bytes: int
     itemsize: int = 2
+    hidden: int = 4096
 
 
 MODELS: Mapping[str, Model] = {
     "llama-3.1-8b": Model(32, 16_060_522_496, 131_072),
-    "qwen2.5-14b": Model(48, 29_540_067_328, 196_608),
-    "llama-3.1-70b": Model(80, 141_107_412_992, 327_680),
+    "qwen2.5-14b": Model(48, 29_540_067_328, 196_608, hidden=5120),
+    "llama-3.1-70b": Model(80, 141_107_412_992, 327_680, hidden=8192),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """Times with the volume of the sums over an engine's GPUs, `token_ms` for each token, which reckoned ones lack."""
+
+    times: Times
+    token_ms: float
+
+    def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
+        return self.times.prefill_ms(tokens, prefix) + self.token_ms * tokens
+
+    def decode_ms(self, batch: float, context: float) -> float:
+        return self.times.decode_ms(batch, context) + self.token_ms * batch
 
 
 @dataclass(frozen=True)
@@ -98,8 +114,22 @@ class Shape:
     kv_tokens: int | None = None
 
 
-def reckoned(model: str, card: str, tp_sizes: tuple[int, ...], shape: Shape, price: Price = PRICE) -> Hardware:
+def reckoned(
+    model: str,
+    card: str,
+    tp_sizes: tuple[int, ...],
+    shape: Shape,
+    price: Price = PRICE,
+    link_bytes_per_s: float | None = None,
+) -> Hardware:
     """A deployment of a model on a card, by the roofline of `policy/profile.py`.
+
+    Args:
+        model, card: of `MODELS` and `MEMORY_BYTES`.
+        tp_sizes: that are served.
+        shape: of the engines.
+        price: of a switch.
+        link_bytes_per_s: that a GPU sends to the others of its engine; None: what sums send takes no time.
 
     Raises:
         HardwareError: the model or the card is not known, or the weights do not fit.
@@ -109,12 +139,16 @@ def reckoned(model: str, card: str, tp_sizes: tuple[int, ...], shape: Shape, pri
     if card not in MEMORY_BYTES:
         raise HardwareError(f"--card {card} is not known; give one of {', '.join(MEMORY_BYTES)}, or --profile")
     size, figures = MODELS[model], gpu_figures(card)[0]
-    times = {
+    times: dict[int, Times] = {
         tp: ReckonedTimes(
             ModelFigures(tp, size.layers, size.weight_bytes // tp, size.token_bytes // tp, size.itemsize), figures
         )
         for tp in tp_sizes
     }
+    if link_bytes_per_s is not None:
+        # Two sums a layer, each of which sends 2 (tp - 1) / tp of what is summed (a ring).
+        sent = 4 * size.layers * size.hidden * size.itemsize
+        times = {tp: Linked(one, 1e3 * sent * (tp - 1) / tp / link_bytes_per_s) for tp, one in times.items()}
     kv_tokens = shape.kv_tokens
     if kv_tokens is None:
         # A GPU has one copy of all that its engines share: the shards of the smallest TP size that is served.

@@ -134,6 +134,48 @@ def repeated(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A time of a load that changes: how long, and requests/s by tier in it."""
+
+    seconds: float
+    rates: Mapping[str, float]
+
+
+def phased(lengths: Sequence[Arrival], phases: Sequence[Phase], seconds: float, seed: int) -> list[Arrival]:
+    """Poisson arrivals whose rates change: the phases by turns, for so many seconds.
+
+    Args:
+        lengths: requests of each tier, of which the lengths are taken, in their order and then again from the first.
+        phases: at least one.
+        seconds: of the whole load.
+        seed: of the arrivals.
+
+    Raises:
+        LoadError: a tier has no lengths, or nothing arrives.
+    """
+    rng, made = random.Random(seed), []
+    known = {tier: [one for one in lengths if one.tier == tier] for tier in sorted({one.tier for one in lengths})}
+    taken = dict.fromkeys(known, 0)
+    began, turn = 0.0, 0
+    while began < seconds:
+        phase = phases[turn % len(phases)]
+        ends = min(seconds, began + phase.seconds)
+        for tier, rate in phase.rates.items():
+            if not known.get(tier):
+                raise LoadError(f"a phase has requests of tier {tier}, of which no trace says how long they are")
+            at = began
+            while rate > 0 and (at := at + rng.expovariate(rate)) < ends:
+                one = known[tier][taken[tier] % len(known[tier])]
+                taken[tier] += 1
+                made.append(Arrival(at * 1e3, one.prompt, one.output, tier))
+        began, turn = ends, turn + 1
+    if not made:
+        raise LoadError(f"no request arrives in {seconds:g} s of these phases")
+    made.sort(key=lambda one: one.at_ms)
+    return made
+
+
 def faster(arrivals: Sequence[Arrival], times: float) -> list[Arrival]:
     """The same requests, arriving so many times as fast."""
     return [Arrival(one.at_ms / times, one.prompt, one.output, one.tier) for one in arrivals]

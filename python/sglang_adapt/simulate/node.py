@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from typing import Protocol
 
 from sglang_adapt.core.layout import EngineSpec, candidate_engines
 from sglang_adapt.simulate.engine import Request, SimulatedEngine
@@ -18,6 +19,14 @@ from sglang_adapt.simulate.routing import Routing
 
 LET_GO_MS = 50.0
 """As the router: what waits is looked at again, and limits are told, at least so often."""
+
+
+class Handovers(Protocol):
+    """Takes requests from engines that only read."""
+
+    def first_token(self, request: Request, engine: SimulatedEngine) -> None:
+        """A request has its first token, and its engine is between two batches."""
+        ...
 
 
 class SimulationError(RuntimeError):
@@ -50,6 +59,7 @@ class Node:
         }
         self.ended = 0
         self.batches = 0
+        self.handovers: Handovers | None = None
         self._routing: Routing | None = None
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._due: list[tuple[float, int, SimulatedEngine]] = []
@@ -138,6 +148,10 @@ class Node:
         for request in progress.ended:
             self._tell(self.finished, request)
         self.routing.progressed(engine, progress)
+        if self.handovers is not None:
+            for request in progress.first:
+                if not request.done:
+                    self.handovers.first_token(request, engine)
         self._limit(engine, placed=False)
         engine.start(self.now_ms)
         self.schedule(engine)

@@ -60,6 +60,10 @@ class Routing(Protocol):
         """Of the engines, as they are believed to be."""
         ...
 
+    def assign(self, tiers_of: Mapping[str, frozenset[str]]) -> None:
+        """Which tiers are promised their targets on which engines, by name."""
+        ...
+
     @property
     def waiting(self) -> int:
         """Requests that are in no engine."""
@@ -115,8 +119,9 @@ class LeastLoad:
         self._place(request, name)
 
     def progressed(self, engine: SimulatedEngine, progress: Progress) -> None:
-        for request in progress.ended:
-            self._dispatch.release(engine.name, request.arrival.prompt)
+        if engine.name in self._dispatch:  # Else it has its requests from another one, which it serves for.
+            for request in progress.ended:
+                self._dispatch.release(engine.name, request.arrival.prompt)
 
     def let_go(self) -> None:
         pass
@@ -135,6 +140,9 @@ class LeastLoad:
 
     def speeds(self) -> tuple[Speed, ...]:
         return _speeds(self._hardware, self._hardware.times)
+
+    def assign(self, tiers_of: Mapping[str, frozenset[str]]) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -235,6 +243,7 @@ class ByTiers:
         view = self._engines[engine.name]
         if progress.tokens:
             self.admission.grown(engine.name, progress.tokens)
+            self._watch(engine, view)
         for request in progress.first:
             self._told[request.number] = 1
             self.admission.output(request.rid, 1, view)
@@ -245,6 +254,16 @@ class ByTiers:
             self.admission.left(request.rid)
         if progress.first or progress.ended:
             self.let_go()
+
+    def _watch(self, engine: SimulatedEngine, view: Engine) -> None:
+        """Tell of one request that decodes, whose tokens say how long a step takes."""
+        seen = engine.next_to_end
+        if seen is not None:
+            request, given = seen
+            if (ahead := given - self._told[request.number]) > 0:
+                self.admission.grown(engine.name, -ahead)
+                self.admission.output(request.rid, given, view)
+                self._told[request.number] = given
 
     def _tell(self, request: Request, engine: Engine) -> None:
         """Tell of a request's tokens that were told as the engine's only."""
@@ -264,8 +283,11 @@ class ByTiers:
     def limits(self, name: str) -> Limits:
         return self.admission.limits(self._engines[name])
 
+    def assign(self, tiers_of: Mapping[str, frozenset[str]]) -> None:
+        self.admission.assign(tiers_of)
+
     def speeds(self) -> tuple[Speed, ...]:
-        known = shared_corrections(self.admission.corrections)
+        known = shared_corrections(self.admission.corrections, measured=self._hardware.profile is not None)
         times = {tp: Corrected(times, known[tp]) for tp, times in self._hardware.times.items()}
         return _speeds(self._hardware, times)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_adapt.core.layout import uniform_layout
+from sglang_adapt.core.layout import Layout, Role, uniform_layout
 from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.policy.price import Price
 from sglang_adapt.simulate.hardware import Hardware
@@ -108,6 +108,21 @@ def _best_static(setting: Setting, *, admission: bool) -> Run:
     return replace(best, notes=f"TP {tp}")
 
 
+def _best_roles(setting: Setting) -> Run:
+    """Stock, with engines of one TP size that prefill and others that decode: the best of all such layouts."""
+    runs = []
+    for tp in setting.hardware.tp_sizes:
+        engines = uniform_layout(tp, setting.gpus).engines
+        for reads in range(1, len(engines)):
+            roles = (Role.PREFILL,) * reads + (Role.DECODE,) * (len(engines) - reads)
+            system = System(setting.hardware, setting.gpus, Layout(engines, roles), admission=False)
+            made = run(system, setting.arrivals, setting.config)
+            runs.append(replace(made, notes=f"{reads} of {len(engines)} engines of TP {tp} prefill"))
+    if not runs:
+        raise StudyError(f"--gpus {setting.gpus}: roles need two engines")
+    return max(runs, key=lambda one: one.goodput_rps)
+
+
 def compare(setting: Setting, say: Say) -> Found:
     """Ours that follows, ours and stock at each TP size, and stock split by tier."""
     systems: dict[str, Callable[[], Run]] = {"ours, auto": lambda: _auto(setting)}
@@ -119,10 +134,11 @@ def compare(setting: Setting, say: Say) -> Found:
 
 
 def ablation(setting: Setting, say: Say) -> Found:
-    """Nitsum's steps (4.2.1), as far as they are decisions: fixed roles of prefill and decode are not simulated."""
+    """Nitsum's steps (4.2.1), as far as they are decisions."""
     first = setting.hardware.tp_sizes[0]
     steps: dict[str, Callable[[], Run]] = {
         f"static TP {first}": lambda: _static(setting, first, admission=False),
+        "fixed roles, the best ones": lambda: _best_roles(setting),
         "best static TP": lambda: _best_static(setting, admission=False),
         "per-tier TP": lambda: split(setting.hardware, setting.gpus, setting.arrivals, setting.config),
         "+ admission and limits": lambda: _best_static(setting, admission=True),

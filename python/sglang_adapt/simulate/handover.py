@@ -1,0 +1,56 @@
+"""Fixed roles in simulated time: who reads prompts hands requests over when they have their first token.
+
+As the router's (`router/handovers.py`), with its choice of the taker, but a request that finds no room is decoded where
+it was read at once, and only with stock's routing: no tier is promised anything.
+"""
+
+from __future__ import annotations
+
+from sglang_adapt.core.layout import Layout, Role
+from sglang_adapt.policy.roles import Taker, choose_taker
+from sglang_adapt.policy.split import HANDOVER_MS
+from sglang_adapt.simulate.engine import Request, SimulatedEngine
+from sglang_adapt.simulate.hardware import Hardware
+from sglang_adapt.simulate.node import Node
+
+
+class FixedRoles:
+    """See the module.
+
+    Args:
+        node: whose engines these are; its routing is in use.
+        hardware: what engines can do.
+        layout: that serves, with its roles.
+    """
+
+    def __init__(self, node: Node, hardware: Hardware, layout: Layout) -> None:
+        self._node = node
+        self._hardware = hardware
+        self._readers = {one.name for one, role in layout.role_of.items() if role is Role.PREFILL}
+        self._takers = [node.engines[one.name] for one, role in layout.role_of.items() if role is Role.DECODE]
+        self.handed_over = 0
+
+    def first_token(self, request: Request, engine: SimulatedEngine) -> None:
+        """Hand a request over, if its engine only reads and another one has room."""
+        if engine.name not in self._readers:
+            return
+        takers = [self._taker(one) for one in self._takers]
+        chosen = choose_taker(takers, request.arrival.prompt + request.arrival.output)
+        if chosen is None:
+            return
+        taker = self._node.engines[chosen.name]
+        taker.expect(request)
+        engine.hand_over(request)
+        self._node.routing.left(engine, [request])
+        self.handed_over += 1
+        copy_ms = 1e3 * request.arrival.prompt * self._hardware.token_bytes / self._hardware.price.bytes_per_s
+        self._node.at(self._node.now_ms + HANDOVER_MS + copy_ms, lambda: self._arrived(request, taker))
+
+    def _taker(self, engine: SimulatedEngine) -> Taker:
+        page = engine.bounds.page_tokens
+        held = engine.kv_tokens - engine.free_tokens
+        return Taker(engine.name, page, engine.kv_tokens // page, held, len(engine.requests))
+
+    def _arrived(self, request: Request, taker: SimulatedEngine) -> None:
+        taker.resume(request, self._node.now_ms)
+        self._node.schedule(taker)
