@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, SequenceProfile, TpProfile
@@ -14,6 +16,7 @@ from sglang_adapt.policy.sequence import (
     sequence_lines,
     thresholds,
 )
+from sglang_adapt.policy.tiers import TierSettings
 
 KEY = ProfileKey("m", "float32", "virtual GPU", "0", "0", "torch_native")
 SIZES = (16, 256, 1024, 4096)
@@ -85,6 +88,13 @@ def test_times_are_those_of_the_way_that_is_taken() -> None:
     assert measured_times(both, 64).decode_ms(64, 6400) == 9
     assert measured_times(both, 0).prefill_ms(16) == 8
     assert measured_times(both).prefill_ms(4096) == measured_times(size(None), 1024).prefill_ms(4096) == 160
+
+
+def test_admission_and_planner_are_given_those_times() -> None:
+    profile = Profile(KEY, (TpProfile(1, prefill(8, 20, 80, 320), decode(1, 2, 3)), size((8, 12, 30, 100))))
+    settings = TierSettings(None, None, KEY, (1, 2), 2, profile, (), sp_tokens={2: 1024})
+    assert [settings.times(tp).prefill_ms(4096) for tp in (1, 2)] == [320, 100]
+    assert replace(settings, sp_tokens={}).times(2).prefill_ms(4096) == 160
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 16, 700, 1024])
