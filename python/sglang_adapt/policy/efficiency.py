@@ -14,7 +14,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from sglang_adapt.policy.admission import prompts_ms
+from sglang_adapt.policy.admission import WINDOW_MS, prompts_ms
 from sglang_adapt.policy.demand import Demand
 from sglang_adapt.policy.limits import SAFETY, Bounds, chunk_tokens
 from sglang_adapt.policy.profile import Times
@@ -128,7 +128,11 @@ class _Engine:
         return 1e3 * rate, step + alone + wait, tpot
 
     def fits(self, batch: float) -> bool:
-        _, ttft, tpot = self.at(batch)
+        rate, ttft, tpot = self.at(batch)
+        if self._chunk is None and math.isfinite(self.most_tpot_ms):
+            # Admission counts the one that comes next, and its prompt among those of the last time.
+            share = (rate / 1e3 + 1 / WINDOW_MS) * self._whole_ms
+            tpot = self.step_ms(batch + 1) / (1 - share) if share < 1 else math.inf
         return math.isfinite(ttft) and ttft <= self.most_ttft_ms and tpot <= self.most_tpot_ms
 
     def largest(self, most: float) -> float:

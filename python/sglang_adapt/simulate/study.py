@@ -149,6 +149,16 @@ def ablation(setting: Setting, say: Say) -> Found:
     return _series(setting, steps, say)
 
 
+def roles(setting: Setting, say: Say) -> Found:
+    """The best fixed roles, the best mixed engines, both with stock's routing, and ours that follows."""
+    systems: dict[str, Callable[[], Run]] = {
+        "stock, fixed roles, the best ones": lambda: _best_roles(setting),
+        "stock, mixed, best TP": lambda: _best_static(setting, admission=False),
+        "ours, auto": lambda: _auto(setting),
+    }
+    return _series(setting, systems, say)
+
+
 def interval(setting: Setting, say: Say) -> Found:
     """The planner's interval."""
     return _series(
@@ -256,6 +266,7 @@ def _listed(numbers: Sequence[int]) -> str:
 STUDIES: Mapping[str, Callable[[Setting, Say], Found]] = {
     "compare": compare,
     "ablation": ablation,
+    "roles": roles,
     "interval": interval,
     "targets": targets,
     "scaling": scaling,
