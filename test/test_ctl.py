@@ -19,15 +19,18 @@ class Handler(BaseHTTPRequestHandler):
     orders: ClassVar[list[object]] = []
 
     def do_GET(self) -> None:
-        self._answer({"switches": [{"reason": "x" * 100}] * 5000})
+        if self.headers["authorization"] == "Bearer other":
+            self._answer({"error": "Unauthorized"}, 401)
+        else:
+            self._answer({"switches": [{"reason": "x" * 100}] * 5000})
 
     def do_POST(self) -> None:
         self.orders.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         self._answer({"active": "tp2@0-1"})
 
-    def _answer(self, body: object) -> None:
+    def _answer(self, body: object, status: int = 200) -> None:
         said = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("content-length", str(len(said)))
         self.end_headers()
         self.wfile.write(said)
@@ -62,3 +65,8 @@ def test_a_strategy_is_sent_only_if_it_is_given(url: str) -> None:
         {"layout": "auto", "reason": reason},
         {"layout": "tp2@0-1", "reason": reason, "strategy": "keep"},
     ]
+
+
+def test_a_wrong_key_is_told_with_the_way_out(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["--url", url, "--api-key", "other", "layout"]) == 1
+    assert capsys.readouterr().err == "refused (401): Unauthorized; give the server's key as --api-key\n"

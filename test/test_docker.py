@@ -65,7 +65,7 @@ def test_manifests_are_valid() -> None:
         "kubernetes_validate", reason="kubernetes-validate is not installed (the test extra)"
     )
     found = manifests()
-    assert set(found) == {"Service", "StatefulSet", "ServiceMonitor"}
+    assert set(found) == {"Service", "StatefulSet", "ServiceMonitor", "PrometheusRule"}
     for kind in ("Service", "StatefulSet"):
         validate.validate(found[kind], "1.37", strict=True)
 
@@ -80,6 +80,17 @@ def test_the_monitor_finds_the_service() -> None:
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert endpoint["path"] == "/metrics"
+
+
+def test_alerts_are_the_same_on_kubernetes_and_name_what_is_scraped() -> None:
+    rules = manifests()["PrometheusRule"]
+    groups = yaml.safe_load((DOCKER / "monitoring" / "alerts.yml").read_text())["groups"]
+    assert rules["apiVersion"] == "monitoring.coreos.com/v1" and rules["spec"] == {"groups": groups}
+    jobs = {job for group in groups for rule in group["rules"] for job in re.findall(r'job="(\w+)"', rule["expr"])}
+    (scraped,) = yaml.safe_load((DOCKER / "monitoring" / "prometheus.yml").read_text())["scrape_configs"]
+    (endpoint,) = manifests()["ServiceMonitor"]["spec"]["endpoints"]
+    assert jobs == {scraped["job_name"]}
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": scraped["job_name"]}]
 
 
 def test_a_pod_is_probed_and_drained_as_the_server_does_it() -> None:

@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with urllib.request.urlopen(request, timeout=_GET_TIMEOUT_S if body is None else _SWITCH_TIMEOUT_S) as answer:
             said = json.dumps(json.load(answer), indent=2)
     except urllib.error.HTTPError as error:
-        print(f"refused ({error.code}): {_message(error.read())}", file=sys.stderr)
+        way_out = "; give the server's key as --api-key" if error.code == 401 else ""
+        print(f"refused ({error.code}): {_message(error.read())}{way_out}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"no answer from {url}: {error}", file=sys.stderr)
