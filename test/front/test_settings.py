@@ -183,3 +183,8 @@ def test_models_that_cannot_run_sequence_parallel(changes: dict[str, object], te
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=fields.pop("architectures")), **fields)
     with pytest.raises(UnsliceableError, match=re.escape(text)):
         check_sliceable(settings().server_args[2], config, (1, 2))
+
+
+def test_help_says_that_a_model_can_be_left_out() -> None:
+    usage = stock_parser("launch_server", "").format_usage()
+    assert "[--model-path MODEL_PATH]" in usage

@@ -140,6 +140,10 @@ def stock_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog=prog, description=description)
     ServerArgs.add_cli_args(parser)
+    for action in parser._actions:
+        # Stock cannot do without a model, we can.
+        if action.dest == "model_path":
+            action.required = False
     return parser
 
 
