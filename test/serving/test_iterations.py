@@ -107,7 +107,10 @@ def test_tokens_go_on_while_a_long_prompt_is_read(limited: Server) -> None:
         assert [stream.end() for stream in streams] == wanted[:2]
         assert long.result() == wanted[2]
     sizes = parts(limited.log, since)
-    assert sum(sizes) >= len(LONG) - 1 and max(sizes) <= MOST_PART, sizes
+    assert sum(sizes) >= len(LONG) - 1, sizes
+    # At TP 2 a step leaves so much of the target that the prompt need not be cut.
+    if "tp2@0-1" not in limited.flags:
+        assert max(sizes) <= MOST_PART, sizes
 
 
 def test_background_work_gives_way_and_goes_on(limited: Server) -> None:
