@@ -27,6 +27,7 @@ import aiohttp
 
 from load import Request, read_trace
 from server import environment, write_json
+from sglang_adapt.simulate.outcome import aligned
 
 _TIMEOUT_S = 600
 
@@ -211,8 +212,7 @@ def table(judged: dict[str, dict[str, float | int | None]]) -> str:
     columns = ("sent", "refused", "failed", "met_ttft", "met_tpot", "good", "goodput_rps", "attainment")
     columns += ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
     rows = [("tier", *columns)] + [(name, *(str(one[column]) for column in columns)) for name, one in judged.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:

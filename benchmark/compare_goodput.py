@@ -63,6 +63,7 @@ from goodput.timeline import timeline, watch_layout
 from load import Request
 from server import Server, environment, write_json
 from sglang_adapt.demo import demo_model_path
+from sglang_adapt.simulate.outcome import aligned
 
 _DEMO = ("--model-path", str(demo_model_path()), "--dtype", "float32", "--max-total-tokens", "32768")
 _WARM_UP_REQUESTS = 4
@@ -269,8 +270,7 @@ def overview(result: Mapping[str, Any]) -> str:
     for (load, times), row in sorted(found.items()):
         means = (f"{sum(row[name]) / len(row[name]):.3f}" if name in row else "-" for name in systems)
         rows.append((load, f"{times:g}", *means))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)
 
 
 def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
