@@ -94,6 +94,7 @@ async def replay(
     seed: int,
     vocab: int = 250,
     token_ids: bool = False,
+    prompts_of: str = "",
 ) -> tuple[list[Seen], float]:
     """Send requests at their times; returns what became of each, and the seconds in which they arrived.
 
@@ -101,9 +102,11 @@ async def replay(
         url: of the server, or of each tier's.
         vocab: token ids are drawn below this.
         token_ids: ask sglang's `/generate`, which needs no tokenizer, and not `/v1/completions`.
+        prompts_of: a name of this run. Another one has prompts of the same lengths and other tokens: a server that has
+            served one run must not find the prompts of the next in its prefix cache.
     """
-    rng = random.Random(seed)
-    chosen = rng.choices(tiers, [tier.share for tier in tiers], k=len(requests))
+    chosen = random.Random(seed).choices(tiers, [tier.share for tier in tiers], k=len(requests))
+    rng = random.Random(f"{seed} {prompts_of}")
     prompts = [[rng.randrange(10, vocab) for _ in range(request.input_tokens)] for request in requests]
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -223,7 +226,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", type=int, default=64, help="prompt tokens, about (default: 64)")
     parser.add_argument("--output", type=int, default=32, help="output tokens, about (default: 32)")
     parser.add_argument("--trace", type=Path, nargs="*", default=[], help="trace CSVs to replay instead, one by one")
-    parser.add_argument("--count", type=int, default=200, help="requests of a trace (default: 200)")
+    parser.add_argument("--count", type=int, help="requests of a trace (default: those of --seconds, at each rate)")
     parser.add_argument("--divide", type=int, default=1, help="its lengths are divided by this")
     parser.add_argument("--longest", type=int, default=1 << 30, help="leave out what is longer, with its output")
     parser.add_argument("--times", default="1,2,4", help="multiples of the rate, one run each (default: 1,2,4)")
@@ -262,6 +265,8 @@ def requests_of(load: Load, options: argparse.Namespace) -> list[Request]:
         rng = random.Random(options.seed)
         return poisson(options.rate * load.times, options.seconds, options.input, options.output, rng)
     requests = faster(read_trace(load.trace, options.count, options.divide), load.times)
+    if options.count is None:
+        requests = [one for one in requests if one.arrival_s < options.seconds]
     return [one for one in requests if one.input_tokens + one.output_tokens <= options.longest]
 
 
@@ -271,7 +276,16 @@ def measure(name: str, url: str, model: str, options: argparse.Namespace) -> lis
     for load in loads_of(options):
         requests = requests_of(load, options)
         seen, seconds = asyncio.run(
-            replay(url, model, requests, options.tier, options.seed, options.vocab, options.token_ids)
+            replay(
+                url,
+                model,
+                requests,
+                options.tier,
+                options.seed,
+                options.vocab,
+                options.token_ids,
+                f"{name} {load.name} {load.times:g}",
+            )
         )
         judged = judge(seen, options.tier, seconds)
         print(

@@ -44,6 +44,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from bench_goodput import (
     Load,
     Seen,
@@ -58,8 +60,9 @@ from bench_goodput import (
 )
 from goodput.plots import NoPlotsError, draw, require_matplotlib
 from goodput.schedule import OtherComparisonError, Turn, left_s, runs_done, turns
-from goodput.systems import Common, ServerPlan, System, parse_system, servers_of, to_profile, urls_of
+from goodput.systems import AUTO, Common, ServerPlan, System, parse_system, servers_of, to_profile, urls_of
 from goodput.timeline import timeline, watch_layout
+from layouts import Layouts
 from load import Request
 from server import Server, environment, write_json
 from sglang_adapt.demo import demo_model_path
@@ -90,8 +93,9 @@ def main() -> None:
     if done:
         left = sum(len(turn.loads) for turn in todo)
         print(f"{options.json}: goes on, {sum(map(len, done.values()))} runs are there, {left} are left", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        comparison = Comparison(options, both, result, Path(folder))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        comparison = stack.enter_context(contextlib.closing(Comparison(options, both, result, Path(folder))))
         by_name = {system.name: system for system in systems}
         if any(by_name[turn.system].is_ours for turn in todo):
             comparison.profile()
@@ -139,6 +143,8 @@ class Comparison:
     def __init__(self, options: argparse.Namespace, both: Sequence[str], result: dict[str, Any], folder: Path) -> None:
         self._options = options
         self._result = result
+        self._kept = contextlib.ExitStack()
+        self._ours: Server | None = None
         self._logs = options.logs or folder
         self._logs.mkdir(parents=True, exist_ok=True)
         self._common = Common(
@@ -171,9 +177,15 @@ class Comparison:
             system.name, {"kind": system.kind, "layout": system.layout, "servers": [], "runs": []}
         )
         told["servers"] = [" ".join([plan.module, *plan.flags]) for plan in plans]
+        shared = system.is_ours and self._options.one_server
+        if not shared:
+            self.close()
         with contextlib.ExitStack() as stack:
             servers = [
-                stack.enter_context(self._server(f"{system.name}_{plan.tier}_{turn.repeat}", plan)) for plan in plans
+                self._shared(system)
+                if shared
+                else stack.enter_context(self._server(f"{system.name}_{plan.tier}_{turn.repeat}", plan))
+                for plan in plans
             ]
             tiers = [tier.name for tier in self._options.tier]
             urls = urls_of(plans, [server.url for server in servers], tiers)
@@ -182,16 +194,35 @@ class Comparison:
             asyncio.run(_warm_up(urls, self._options))
             for load in loads:
                 progress.begins(f"{system.name}, {load.name} at {load.times:g}x, repeat {turn.repeat + 1}")
-                run = asyncio.run(_measure(system, urls, requests_of(load, self._options), self._options))
+                name = f"{system.name} {load.name} {load.times:g} {turn.repeat}"
+                run = asyncio.run(_measure(system, urls, requests_of(load, self._options), self._options, name))
                 print(table(run["tiers"]), flush=True)
                 told["runs"].append({"load": load.name, "times": load.times, "repeat": turn.repeat, **run})
                 write_json(self._options.json, self._result)
+
+    def _shared(self, system: System) -> Server:
+        """The one server of all systems of ours, which is started if need be, with the layout of this one."""
+        if self._ours is None:
+            (plan,) = servers_of(AUTO, self._common)
+            self._ours = self._kept.enter_context(self._server("ours", plan))
+        asyncio.run(_order(self._ours.url, system.layout or "auto"))
+        return self._ours
+
+    def close(self) -> None:
+        """End the server of all systems of ours, if it runs."""
+        self._ours = None
+        self._kept.close()
 
     def _server(self, name: str, plan: ServerPlan) -> Server:
         # On a CPU stock gets what ours sets itself: a thread a rank.
         variables = {"OMP_NUM_THREADS": "1"} if self._common.virtual else {}
         file = "".join(letter if letter.isalnum() or letter == "_" else "-" for letter in name)
         return Server(name, plan.module, list(plan.flags), self._logs / f"{file}.log", variables)
+
+
+async def _order(url: str, layout: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        await Layouts(session, url).switch(layout)
 
 
 async def _warm_up(urls: Mapping[str, str], options: argparse.Namespace) -> None:
@@ -202,11 +233,13 @@ async def _warm_up(urls: Mapping[str, str], options: argparse.Namespace) -> None
 
 
 async def _measure(
-    system: System, urls: Mapping[str, str], requests: Sequence[Request], options: argparse.Namespace
+    system: System, urls: Mapping[str, str], requests: Sequence[Request], options: argparse.Namespace, name: str
 ) -> dict[str, Any]:
     """One run: the seconds in which requests arrived, figures by tier, and the timeline if the system is ours."""
     watch = asyncio.create_task(watch_layout(next(iter(urls.values())))) if system.is_ours else None
-    seen, seconds = await replay(urls, "demo", requests, options.tier, options.seed, options.vocab, options.token_ids)
+    seen, seconds = await replay(
+        urls, "demo", requests, options.tier, options.seed, options.vocab, options.token_ids, name
+    )
     run: dict[str, Any] = {"seconds": round(seconds, 2), "tiers": judge(seen, options.tier, seconds)}
     if watch is not None:
         watch.cancel()
@@ -281,6 +314,11 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument("--virtual", action="store_true", help="on virtual GPUs, the demo model")
     parser.add_argument("--reject", nargs="*", default=[], help="tiers that refuse what cannot meet its targets")
     parser.add_argument("--profile", type=Path, help="a profile that was measured before")
+    parser.add_argument(
+        "--one-server",
+        action="store_true",
+        help="one server for all systems of ours that follow each other, its layout is ordered; saves starts",
+    )
     parser.add_argument("--ours-flags", default="", help="further flags for ours alone, as one string")
     parser.add_argument("--stock-flags", default="", help="further flags for stock alone, as one string")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")

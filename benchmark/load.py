@@ -42,10 +42,10 @@ class Timing:
     error: str | None
 
 
-def read_trace(path: Path, count: int, divide: int = 1, offset: int = 0) -> list[Request]:
-    """The first `count` requests of a trace CSV, lengths divided by `divide` (at least 1)."""
+def read_trace(path: Path, count: int | None, divide: int = 1, offset: int = 0) -> list[Request]:
+    """The first `count` requests of a trace CSV (None: all), lengths divided by `divide` (at least 1)."""
     with path.open() as file:
-        rows = list(csv.DictReader(file))[offset : offset + count]
+        rows = list(csv.DictReader(file))[offset : None if count is None else offset + count]
     start = int(rows[0]["arrival_ms"])
     return [
         Request(

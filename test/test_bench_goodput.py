@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
+from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from bench_goodput import Seen, TierLoad, faster, judge, parse_tier, poisson, table
+from bench_goodput import (
+    Load,
+    Seen,
+    TierLoad,
+    add_load_flags,
+    faster,
+    judge,
+    parse_tier,
+    poisson,
+    replay,
+    requests_of,
+    table,
+)
+from load import Request
 
 STRICT, LOOSE = TierLoad("strict", 1, 100, 10), TierLoad("loose", 1, 500, 50)
 
@@ -42,3 +59,45 @@ def test_tiers() -> None:
     for text in ("strict", "strict:1:2", "a:0:1:1", "a:1:-1:1", "a:x:1:1"):
         with pytest.raises(argparse.ArgumentTypeError):
             parse_tier(text)
+
+
+def test_what_of_a_trace_is_sent(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = "".join(f"{1000 * second},10,{second + 1}\n" for second in range(20))
+    trace.write_text(f"arrival_ms,input_tokens,output_tokens\n{rows}")
+    parser = argparse.ArgumentParser()
+    add_load_flags(parser)
+
+    def outputs(times: float, *flags: str) -> list[int]:
+        options = parser.parse_args(["--tier", "a:1:1:1", "--trace", str(trace), *flags])
+        return [one.output_tokens for one in requests_of(Load("t", times, trace), options)]
+
+    assert outputs(1, "--seconds", "4") == [1, 2, 3, 4]
+    assert outputs(2, "--seconds", "4") == list(range(1, 9))
+    assert outputs(2, "--count", "3", "--seconds", "1") == [1, 2, 3]
+    assert outputs(1, "--seconds", "4", "--longest", "12") == [1, 2]
+
+
+def test_another_run_has_the_same_tiers_and_lengths_and_other_prompts() -> None:
+    async def sent(name: str) -> list[tuple[str, list[int]]]:
+        got = []
+
+        async def generate(request: web.Request) -> web.Response:
+            body = await request.json()
+            got.append((request.headers["x-adapt-tier"], body["input_ids"]))
+            return web.Response(text='data: {"meta_info": {"completion_tokens": 1}}\n\n')
+
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        requests = [Request(0.001 * number, 20 + number, 1) for number in range(8)]
+        async with TestServer(app) as server:
+            seen, _ = await replay(
+                str(server.make_url("")).rstrip("/"), "m", requests, [STRICT, LOOSE], 0, 1000, True, name
+            )
+        assert [one.status for one in seen] == [200] * 8
+        return sorted(got, key=lambda one: len(one[1]))
+
+    first, again, other = (asyncio.run(sent(name)) for name in ("code 1", "code 1", "code 2"))
+    assert first == again
+    assert [(tier, len(prompt)) for tier, prompt in first] == [(tier, len(prompt)) for tier, prompt in other]
+    assert all(mine[:4] != theirs[:4] for (_, mine), (_, theirs) in zip(first, other, strict=True))

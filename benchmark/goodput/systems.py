@@ -59,6 +59,9 @@ class System:
         return self.kind in (Kind.AUTO, Kind.STATIC)
 
 
+AUTO = System("auto", Kind.AUTO)
+
+
 @dataclass(frozen=True)
 class ServerPlan:
     """A server to start: its module, its flags without address, and whose requests it gets ("": everyone's)."""
@@ -99,7 +102,7 @@ def parse_system(text: str, gpus: int, tiers: Sequence[str]) -> System:
     """
     kind, _, rest = text.partition(":")
     if text == "auto":
-        return System(text, Kind.AUTO)
+        return AUTO
     if kind == "static" and "@" in rest:
         return System(text, Kind.STATIC, rest)
     if kind in ("static", "stock") and re.fullmatch(r"tp[0-9]+", rest):

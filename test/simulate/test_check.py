@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 import compare_goodput
-from bench_goodput import parse_tier
+from bench_goodput import Load, add_load_flags, parse_tier, requests_of
 from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
 from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
-from sglang_adapt.simulate.check import CheckError, check
+from sglang_adapt.simulate.check import CheckError, MeasuredRun, Sent, arrivals_of, check
 from sglang_adapt.simulate.cli import main
 from sglang_adapt.simulate.hardware import Shape, of_profile
 from sglang_adapt.simulate.load import poisson, with_tiers
@@ -115,3 +115,22 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path, changed: dict[str, Any]
     path = measured(tmp_path, **changed)
     with pytest.raises(CheckError, match=says):
         check(path)
+
+
+def test_a_window_of_a_trace_is_the_load_that_was_sent(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = "".join(f"{700 * number},{10 + number},{5 + number % 3}\n" for number in range(40))
+    trace.write_text(f"arrival_ms,input_tokens,output_tokens\n{rows}")
+    parser = argparse.ArgumentParser()
+    add_load_flags(parser)
+    command = ["--tier", "strict:1:400:30", "--trace", str(trace), "--seconds", "5", "--longest", "25"]
+    options = parser.parse_args(command)
+    options.reject = []
+    load = msgspec.convert(compare_goodput.load_of(options), Sent)
+    for times in (1.0, 2.0):
+        mine = arrivals_of(load, MeasuredRun("t", times, 5.0, {}))
+        theirs = requests_of(Load("t", times, trace), options)
+        assert [(one.at_ms, one.prompt, one.output) for one in mine] == [
+            (pytest.approx(1e3 * one.arrival_s), one.input_tokens, one.output_tokens) for one in theirs
+        ]
+    assert 8 < len(theirs) < 16

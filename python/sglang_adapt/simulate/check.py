@@ -40,10 +40,10 @@ class Sent(msgspec.Struct, frozen=True):
     seconds: float
     input: int
     output: int
-    count: int
     divide: int
     longest: int
     seed: int
+    count: int | None = None
     rate: float | None = None
     trace: tuple[str, ...] = ()
     reject: tuple[str, ...] = ()
@@ -175,12 +175,12 @@ def _simulated(path: Path, known: Measured) -> Iterator[tuple[str, MeasuredRun, 
         except LayoutError as error:
             raise CheckError(f"{path}: {name}: {error}") from None
         for one in measured.runs:
-            arrivals = _arrivals(known.load, one)
+            arrivals = arrivals_of(known.load, one)
             simulated = run(System(hardware, known.gpus, layout, admission=measured.kind == "static"), arrivals, config)
             yield name, one, simulated.judged
 
 
-def _arrivals(load: Sent, one: MeasuredRun) -> list[Arrival]:
+def arrivals_of(load: Sent, one: MeasuredRun) -> list[Arrival]:
     """The requests that were sent, with the tiers that were drawn for them."""
     if load.rate is not None:
         rate = load.rate
@@ -189,7 +189,8 @@ def _arrivals(load: Sent, one: MeasuredRun) -> list[Arrival]:
         path = next((Path(trace) for trace in load.trace if Path(trace).stem == one.load), None)
         if path is None:
             raise LoadError(f"the run of {one.load} is of no trace that the result names")
-        cut = Cut(count=load.count, divide=load.divide, longest=load.longest)
+        end_s = load.seconds * one.times if load.count is None else float("inf")
+        cut = Cut(end_s=end_s, count=load.count, divide=load.divide, longest=load.longest)
         made = faster(read_trace(path, cut), one.times)
     return with_tiers(made, {tier.name: tier.share for tier in load.tiers}, load.seed)
 
