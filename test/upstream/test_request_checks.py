@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from router_fakes import generate
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_adapt.upstream.request_checks import RefuseBatchesThatDoNotFit, model_fault, wire_fault
+from sglang_adapt.upstream.grammar_checks import MOST_LEVELS, grammar_fault
+from sglang_adapt.upstream.request_checks import (
+    RefuseBatchesThatDoNotFit,
+    RefuseWhatTheModelCannotTake,
+    labels_fault,
+    model_fault,
+    wire_fault,
+)
 from sglang_adapt.upstream.wire import WARMUP_RID_PREFIX
 
 VOCAB = 100
@@ -38,6 +47,52 @@ def test_what_the_model_cannot_take(fields: dict[str, Any], ids: list[int], word
     fault = model_fault(request(**fields), ids, VOCAB)
     assert fault is not None
     assert words in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("regex", "\0", "regex has the character NUL"),
+        ("ebnf", 'root ::= "\0"', "ebnf has the character NUL"),
+        ("json_schema", json.dumps({"type": "string", "pattern": "\0"}), "json_schema has the character NUL"),
+        ("structural_tag", json.dumps({"format": {"type": "regex", "pattern": "\0"}}), "structural_tag has"),
+        ("json_schema", '{"items":' * 100_000, "json_schema is nested more than"),
+        ("json_schema", '{"anyOf":[' * MOST_LEVELS + "{}" + "]}" * MOST_LEVELS, "json_schema is nested more than"),
+        ("structural_tag", "[" * (MOST_LEVELS + 1), "structural_tag is nested more than"),
+    ],
+)
+def test_a_grammar_that_no_engine_survives(name: str, text: str, words: str) -> None:
+    fault = model_fault(request(sampling_params={"max_new_tokens": 4, name: text}), [1], VOCAB)
+    assert fault is not None
+    assert words in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("regex", r"\u0000[a-z]((((" + "(" * 1000),
+        ("json_schema", json.dumps({"type": "string", "pattern": r"\u0000"})),
+        ("json_schema", json.dumps({"enum": ["[" * 1000, '"{' * 1000]})),
+        ("json_schema", json.dumps({"anyOf": [{"type": "object"}] * 1000})),
+        ("json_schema", "[" * MOST_LEVELS + "]" * MOST_LEVELS),
+        ("json_schema", {"type": "object"}),
+        ("json_schema", None),
+    ],
+)
+def test_other_grammars_are_left_to_stock(name: str, text: Any) -> None:
+    assert grammar_fault({name: text}) is None
+
+
+@pytest.mark.parametrize("name", ["a", "model_name", "is_streaming"])
+def test_a_label_of_the_clients_own_is_refused(name: str) -> None:
+    obj = request(custom_labels={name: "x"})
+    assert f"custom_labels: {name!r} is no label" in (labels_fault(obj, ()) or "")
+    assert labels_fault(obj, (name,)) is None
+    args = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None)
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB), server_args=args)
+    with pytest.raises(ValueError, match="custom_labels"):
+        RefuseWhatTheModelCannotTake.hook(manager, obj, [1])
+    RefuseWhatTheModelCannotTake.hook(manager, request(), [1])
 
 
 def test_a_list_that_is_shorter_than_the_batch() -> None:

@@ -1,19 +1,20 @@
-"""Refuses in the front, with a 400 that names the parameter, what would end an engine.
+"""Refuses in the front, with a 400 that names the parameter, what would end an engine or the front itself.
 
 Stock checks a part of a request in its front; what it lets through is met by the engine's decoder or its forward pass,
-where an exception ends the engine and every request on it.
+where an exception ends the engine and every request on it, or by the front's metrics, where one ends the server.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 
 from sglang_adapt.upstream import wire
+from sglang_adapt.upstream.grammar_checks import grammar_fault
 from sglang_adapt.upstream.patch import Patch
 
 _WRONG_TYPE = (TypeError, AttributeError, KeyError, IndexError, OverflowError, re.error)
@@ -24,7 +25,9 @@ class RefuseWhatTheModelCannotTake(Patch):
     """Checks a request against the model, before stock's own checks of its lengths.
 
     Stock passes token ids outside the vocabulary, empty prompts and impossible log-probability settings to the forward
-    pass. Ids that begin as those of the router's own warm-up requests would never be answered.
+    pass, and any grammar to its compiler. Ids that begin as those of the router's own warm-up requests would never be
+    answered. `custom_labels` of a body go into labels of stock's metrics unchecked: an unknown name ends the server, a
+    known one (`model_name`, ...) would make a series for every value that clients think of.
     """
 
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
@@ -32,7 +35,9 @@ class RefuseWhatTheModelCannotTake(Patch):
 
     @staticmethod
     def hook(self: Any, obj: Any, input_ids: Any) -> None:
-        fault = model_fault(obj, input_ids, self.model_config.vocab_size)
+        fault = model_fault(obj, input_ids, self.model_config.vocab_size) or labels_fault(
+            obj, self.server_args.tokenizer_metrics_allowed_custom_labels or ()
+        )
         if fault is not None:
             raise ValueError(fault)
 
@@ -111,7 +116,24 @@ def model_fault(obj: Any, input_ids: Any, vocab_size: int) -> str | None:
     start = getattr(obj, "logprob_start_len", None)
     if start is not None and start < -1:
         return f"logprob_start_len must be -1 or more, got {start}."
-    return None
+    return grammar_fault(obj.sampling_params)
+
+
+def labels_fault(obj: Any, allowed: Collection[str]) -> str | None:
+    """Why a request's labels cannot be labels of stock's metrics, or None.
+
+    Args:
+        obj: stock GenerateReqInput or EmbeddingReqInput.
+        allowed: names of `--tokenizer-metrics-allowed-custom-labels`.
+    """
+    unknown = sorted(set(getattr(obj, "custom_labels", None) or ()) - set(allowed))
+    if not unknown:
+        return None
+    shown = repr(unknown[0] if len(unknown[0]) <= 60 else f"{unknown[0][:60]}...")
+    return (
+        f"custom_labels: {shown} is no label that this server takes; leave it out, or start the server with "
+        "--tokenizer-metrics-allowed-custom-labels"
+    )
 
 
 def wire_fault(tokenized: Any) -> str | None:
