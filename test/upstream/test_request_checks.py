@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 from router_fakes import generate
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_adapt.upstream.grammar_checks import MOST_LEVELS, grammar_fault
 from sglang_adapt.upstream.request_checks import (
     RefuseBatchesThatDoNotFit,
+    RefuseBodiesThatFailTheirChecks,
     RefuseWhatTheModelCannotTake,
     labels_fault,
     model_fault,
@@ -21,6 +24,10 @@ from sglang_adapt.upstream.request_checks import (
 from sglang_adapt.upstream.wire import WARMUP_RID_PREFIX
 
 VOCAB = 100
+MANAGER = SimpleNamespace(
+    model_config=SimpleNamespace(vocab_size=VOCAB),
+    server_args=SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None),
+)
 
 
 def request(**fields: Any) -> GenerateReqInput:
@@ -88,11 +95,9 @@ def test_a_label_of_the_clients_own_is_refused(name: str) -> None:
     obj = request(custom_labels={name: "x"})
     assert f"custom_labels: {name!r} is no label" in (labels_fault(obj, ()) or "")
     assert labels_fault(obj, (name,)) is None
-    args = SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None)
-    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB), server_args=args)
     with pytest.raises(ValueError, match="custom_labels"):
-        RefuseWhatTheModelCannotTake.hook(manager, obj, [1])
-    RefuseWhatTheModelCannotTake.hook(manager, request(), [1])
+        RefuseWhatTheModelCannotTake.hook(MANAGER, obj, [1])
+    RefuseWhatTheModelCannotTake.hook(MANAGER, request(), [1])
 
 
 def test_a_list_that_is_shorter_than_the_batch() -> None:
@@ -102,6 +107,27 @@ def test_a_list_that_is_shorter_than_the_batch() -> None:
     good = GenerateReqInput(text=["a", "b"], sampling_params=[{"max_new_tokens": 2}, {"max_new_tokens": 3}])
     RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, good)
     assert good[1].sampling_params == {"max_new_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"top_logprobs_num": [1]}, {"logprob_start_len": [1]}, {"sampling_params": [{}]}, {"rid": ["x"]}, {"rid": []}],
+)
+def test_a_parameter_that_cannot_be_compared_is_refused(fields: dict[str, Any]) -> None:
+    obj = GenerateReqInput(**{"text": "a", "sampling_params": {"max_new_tokens": 2}, **fields})
+    with pytest.raises(ValueError, match="parameter"):
+        RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, obj)
+        RefuseWhatTheModelCannotTake.hook(MANAGER, obj, [1])
+
+
+def test_a_body_on_which_stocks_checks_stumble_is_refused() -> None:
+    async def check(body: Any) -> Any:
+        return body.get("response_format"), []
+
+    assert asyncio.run(RefuseBodiesThatFailTheirChecks.hook(check, body={"response_format": 1})) == (1, [])
+    with pytest.raises(RequestValidationError) as raised:
+        asyncio.run(RefuseBodiesThatFailTheirChecks.hook(check, body=None))
+    assert "The body has a part of the wrong type: 'NoneType' object" in raised.value.errors()[0]["msg"]
 
 
 def test_what_the_model_can_take() -> None:

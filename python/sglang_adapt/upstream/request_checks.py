@@ -35,9 +35,11 @@ class RefuseWhatTheModelCannotTake(Patch):
 
     @staticmethod
     def hook(self: Any, obj: Any, input_ids: Any) -> None:
-        fault = model_fault(obj, input_ids, self.model_config.vocab_size) or labels_fault(
-            obj, self.server_args.tokenizer_metrics_allowed_custom_labels or ()
-        )
+        allowed = self.server_args.tokenizer_metrics_allowed_custom_labels or ()
+        try:
+            fault = model_fault(obj, input_ids, self.model_config.vocab_size) or labels_fault(obj, allowed)
+        except _WRONG_TYPE as error:
+            raise ValueError(f"The request has a bad parameter: {error}") from error
         if fault is not None:
             raise ValueError(fault)
 
@@ -77,15 +79,39 @@ class RefuseBatchesThatDoNotFit(Patch):
             if not self.is_single and self.batch_size:
                 # Every list that is too short lacks the last one.
                 self[self.batch_size - 1]
-            return result
         except _WRONG_TYPE as error:
             raise ValueError(f"The request's parameters do not fit its prompts: {error}") from error
+        if self.is_single and not isinstance(self.rid, str):
+            raise ValueError("The request's parameters do not fit its prompts: rid of one prompt is to be a text.")
+        return result
+
+
+class RefuseBodiesThatFailTheirChecks(Patch):
+    """Answers a body on which stock's own checks of it stumble with a 400; stock with an empty 500.
+
+    Validators of stock's models take for granted that a chat completion is an object, and its `response_format`, too.
+    A router in front counts a 500 against the server, so that one client could have it taken out of service.
+    """
+
+    target = "fastapi.dependencies.utils.request_body_to_args"
+    kind = "around"
+
+    @staticmethod
+    async def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from fastapi.exceptions import RequestValidationError
+
+        try:
+            return await original(*args, **kwargs)
+        except _WRONG_TYPE as error:
+            said = {"type": "wrong_type", "loc": ("body",), "msg": f"The body has a part of the wrong type: {error}"}
+            raise RequestValidationError([said]) from error
 
 
 REQUEST_CHECKS: tuple[type[Patch], ...] = (
     RefuseWhatTheModelCannotTake,
     RefuseWhatAnEngineCannotRead,
     RefuseBatchesThatDoNotFit,
+    RefuseBodiesThatFailTheirChecks,
 )
 
 
