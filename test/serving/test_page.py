@@ -126,7 +126,7 @@ def test_an_engine_that_was_given_up_is_said(chromium: Any, narrow: Server) -> N
     seen = Seen(chromium, narrow, NARROW)
     alert, state = seen.page.evaluate(
         """() => {
-          const engines = last.router.engines.map(e => ({...e, ...(e.name === "tp1@1" ? {state: "failed", restarts: 1} : {})}));
+          const engines = last.router.engines.map(e => e.name === "tp1@1" ? {...e, state: "failed", restarts: 1} : e);
           show({...last, router: {...last.router, engines}});
           return [$("alert").innerText, document.querySelector(".engine.down").innerText];
         }"""
