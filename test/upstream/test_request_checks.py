@@ -48,6 +48,8 @@ def request(**fields: Any) -> GenerateReqInput:
         ({"rid": f"{WARMUP_RID_PREFIX}_mine"}, [1], WARMUP_RID_PREFIX),
         ({"sampling_params": {"max_new_tokens": 2.5}}, [1], "max_new_tokens"),
         ({"sampling_params": {"max_new_tokens": "5"}}, [1], "max_new_tokens"),
+        ({"sampling_params": {"max_new_tokens": 2, "top_k": 2**31}}, [1], "top_k"),
+        ({"sampling_params": {"max_new_tokens": 2, "top_k": -(2**63)}}, [1], "top_k"),
     ],
 )
 def test_what_the_model_cannot_take(fields: dict[str, Any], ids: list[int], words: str) -> None:

@@ -18,6 +18,8 @@ from sglang_adapt.upstream.grammar_checks import grammar_fault
 from sglang_adapt.upstream.patch import Patch
 
 _WRONG_TYPE = (TypeError, AttributeError, KeyError, IndexError, OverflowError, re.error)
+_INT32 = 1 << 31
+"""Stock makes a tensor of 32-bit integers of every `top_k` in a batch."""
 _PATH = re.compile(r" - at `\$([^`]*)`$")
 
 
@@ -136,6 +138,9 @@ def model_fault(obj: Any, input_ids: Any, vocab_size: int) -> str | None:
     wanted = obj.sampling_params.get("max_new_tokens")
     if wanted is not None and type(wanted) is not int:
         return f"max_new_tokens must be a whole number, got {wanted!r}."
+    top_k = obj.sampling_params.get("top_k")
+    if top_k is not None and not -_INT32 <= top_k < _INT32:
+        return f"top_k must be -1 or at least 1, and below {_INT32}, got {top_k}."
     top = getattr(obj, "top_logprobs_num", None)
     if top is not None and not 0 <= top <= vocab_size:
         return f"The number of top log probabilities must be between 0 and the vocabulary's {vocab_size}, got {top}."
