@@ -123,6 +123,7 @@ def test_nothing_of_a_request_becomes_a_label(used: Server) -> None:
         ("/v1/completions", completion, {}, 200),
         ("/v1/completions", completion, headers, 200),
         ("/generate", {**generate, "conversation_id": strange}, {}, 200),
+        ("/generate", {**generate, "text": ["Hello", "Hello"], "rid": [strange, "b"]}, {}, 200),
         ("/generate", {**generate, "custom_labels": {strange: strange}}, {}, 400),
         ("/generate", {**generate, "custom_labels": {"model_name": strange}}, {}, 400),
         ("/v1/completions", {**completion, "model": strange}, {}, 200),

@@ -108,7 +108,10 @@ def test_a_list_that_is_shorter_than_the_batch() -> None:
         RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, obj)
     good = GenerateReqInput(text=["a", "b"], sampling_params=[{"max_new_tokens": 2}, {"max_new_tokens": 3}])
     RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, good)
+    # As stock does it next.
+    good.priority = 7
     assert good[1].sampling_params == {"max_new_tokens": 3}
+    assert [good[0].priority, good[1].priority] == [7, 7]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,8 @@ class RefuseBatchesThatDoNotFit(Patch):
             if not self.is_single and self.batch_size:
                 # Every list that is too short lacks the last one.
                 self[self.batch_size - 1]
+                # Stock keeps what it has made, and sets the default priority of all only after this.
+                self.__dict__.pop("_sub_obj_cache", None)
         except _WRONG_TYPE as error:
             raise ValueError(f"The request's parameters do not fit its prompts: {error}") from error
         if self.is_single and not isinstance(self.rid, str):
