@@ -93,9 +93,10 @@ def main() -> None:
     if done:
         left = sum(len(turn.loads) for turn in todo)
         print(f"{options.json}: goes on, {sum(map(len, done.values()))} runs are there, {left} are left", flush=True)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        comparison = stack.enter_context(contextlib.closing(Comparison(options, both, result, Path(folder))))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(Comparison(options, both, result, Path(folder))) as comparison,
+    ):
         by_name = {system.name: system for system in systems}
         if any(by_name[turn.system].is_ours for turn in todo):
             comparison.profile()
@@ -172,21 +173,21 @@ class Comparison:
 
     def measure(self, system: System, turn: Turn, loads: Sequence[Load], progress: Progress) -> None:
         """Start a system, measure it under each load, end it."""
-        plans = servers_of(system, self._common)
+        shared = system.is_ours and self._options.one_server
+        plans = servers_of(AUTO if shared else system, self._common)
         told = self._result["systems"].setdefault(
             system.name, {"kind": system.kind, "layout": system.layout, "servers": [], "runs": []}
         )
         told["servers"] = [" ".join([plan.module, *plan.flags]) for plan in plans]
-        shared = system.is_ours and self._options.one_server
-        if not shared:
-            self.close()
         with contextlib.ExitStack() as stack:
-            servers = [
-                self._shared(system)
-                if shared
-                else stack.enter_context(self._server(f"{system.name}_{plan.tier}_{turn.repeat}", plan))
-                for plan in plans
-            ]
+            if shared:
+                servers = [self._shared(plans[0], system.layout or AUTO.name)]
+            else:
+                self.close()
+                names = [f"{system.name}_{plan.tier}_{turn.repeat}" for plan in plans]
+                servers = [
+                    stack.enter_context(self._server(name, plan)) for name, plan in zip(names, plans, strict=True)
+                ]
             tiers = [tier.name for tier in self._options.tier]
             urls = urls_of(plans, [server.url for server in servers], tiers)
             if system.is_ours:
@@ -200,12 +201,11 @@ class Comparison:
                 told["runs"].append({"load": load.name, "times": load.times, "repeat": turn.repeat, **run})
                 write_json(self._options.json, self._result)
 
-    def _shared(self, system: System) -> Server:
-        """The one server of all systems of ours, which is started if need be, with the layout of this one."""
+    def _shared(self, plan: ServerPlan, layout: str) -> Server:
+        """The one server of all systems of ours, which is started if need be, after it was told this layout."""
         if self._ours is None:
-            (plan,) = servers_of(AUTO, self._common)
             self._ours = self._kept.enter_context(self._server("ours", plan))
-        asyncio.run(_order(self._ours.url, system.layout or "auto"))
+        asyncio.run(_order(self._ours.url, layout))
         return self._ours
 
     def close(self) -> None:
