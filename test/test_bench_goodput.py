@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from trace_files import write_trace
 
 from bench_goodput import (
     Load,
@@ -62,9 +63,7 @@ def test_tiers() -> None:
 
 
 def test_what_of_a_trace_is_sent(tmp_path: Path) -> None:
-    trace = tmp_path / "t.csv"
-    rows = "".join(f"{1000 * second},10,{second + 1}\n" for second in range(20))
-    trace.write_text(f"arrival_ms,input_tokens,output_tokens\n{rows}")
+    trace = write_trace(tmp_path / "t.csv", ((1000 * second, 10, second + 1) for second in range(20)))
     parser = argparse.ArgumentParser()
     add_load_flags(parser)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from trace_files import write_trace
 
 import compare_goodput
 from bench_goodput import Load, add_load_flags, parse_tier, requests_of
@@ -118,9 +119,7 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path, changed: dict[str, Any]
 
 
 def test_a_window_of_a_trace_is_the_load_that_was_sent(tmp_path: Path) -> None:
-    trace = tmp_path / "t.csv"
-    rows = "".join(f"{700 * number},{10 + number},{5 + number % 3}\n" for number in range(40))
-    trace.write_text(f"arrival_ms,input_tokens,output_tokens\n{rows}")
+    trace = write_trace(tmp_path / "t.csv", ((700 * number, 10 + number, 5 + number % 3) for number in range(40)))
     parser = argparse.ArgumentParser()
     add_load_flags(parser)
     command = ["--tier", "strict:1:400:30", "--trace", str(trace), "--seconds", "5", "--longest", "25"]
