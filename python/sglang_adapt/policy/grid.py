@@ -1,0 +1,98 @@
+"""A time that depends on two sizes, from a few measurements: between them interpolated, beyond them by their trend."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+OUTSIDE_MARGIN = 1.25
+"""Beyond the largest measured size, time grows this much faster than the trend of all that was measured."""
+
+Term = tuple[int, int]
+"""A product of powers of both sizes: of the first, of the second."""
+
+
+class Grid:
+    """A function of two sizes from scattered points, made monotone upwards.
+
+    A trend, a sum of `terms` and a constant, none of them below 0, is fitted to the points (least squares of relative
+    errors). A cell that was not measured is as the trend has it, within what was measured of smaller and larger ones.
+    Where points contradict monotony, the larger time counts. Between cells it is bilinear; below them the time of the
+    smallest; above them it goes on as the trend does, with `OUTSIDE_MARGIN`. A size of which one value alone was
+    measured has no trend: the time grows in proportion to it, or, if that value is 0, as it does with the other size.
+
+    One step up between two neighbours, which scatter alone can make steep, thus says nothing of what lies beyond.
+
+    Args:
+        points: (x, y, ms), at least one; x and y not negative, ms above 0.
+        terms: of the trend, beside the constant.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float, float]], terms: Sequence[Term] = ((1, 0), (0, 1))) -> None:
+        known: dict[tuple[float, float], float] = {}
+        for x, y, ms in points:
+            known[x, y] = max(ms, known.get((x, y), 0.0))
+        if not known:
+            raise ValueError("a grid needs at least one point")
+        self._xs = sorted({x for x, _ in known})
+        self._ys = sorted({y for _, y in known})
+        varied = (len(self._xs) > 1, len(self._ys) > 1)
+        self._trend = _fitted(known, [(i * varied[0], j * varied[1]) for i, j in terms])
+        cells = [[self._cell(known, x, y) for y in self._ys] for x in self._xs]
+        for i, row in enumerate(cells):
+            for j in range(len(row)):
+                row[j] = max(row[j], row[j - 1] if j else 0.0, cells[i - 1][j] if i else 0.0)
+        self._cells = cells
+        self._x_slope = 0.0 if varied[0] else cells[-1][-1] / (self._xs[0] or max(self._ys[-1], 1.0))
+        self._y_slope = 0.0 if varied[1] else cells[-1][-1] / (self._ys[0] or max(self._xs[-1], 1.0))
+
+    def at(self, x: float, y: float) -> float:
+        """The time at a place; never less than at a place that is smaller in both."""
+        i, u = _place(self._xs, x)
+        j, v = _place(self._ys, y)
+        row = self._cells[i]
+        value = row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])
+        if u != 0.0:
+            row = self._cells[i + 1]
+            value += u * ((row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])) - value)
+        most_x, most_y = self._xs[-1], self._ys[-1]
+        if x > most_x or y > most_y:
+            x, y = max(x, self._xs[0]), max(y, self._ys[0])
+            inside_x, inside_y = min(x, most_x), min(y, most_y)
+            more = self._trend_at(x, y) - self._trend_at(inside_x, inside_y)
+            more += (x - inside_x) * self._x_slope + (y - inside_y) * self._y_slope
+            value += OUTSIDE_MARGIN * more
+        return value
+
+    def _trend_at(self, x: float, y: float) -> float:
+        return sum(factor * x**i * y**j for (i, j), factor in self._trend)
+
+    def _cell(self, known: dict[tuple[float, float], float], x: float, y: float) -> float:
+        if (x, y) in known:
+            return known[x, y]
+        larger = min((ms for (a, b), ms in known.items() if a >= x and b >= y), default=float("inf"))
+        smaller = max((ms for (a, b), ms in known.items() if a <= x and b <= y), default=0.0)
+        return max(smaller, min(larger, self._trend_at(x, y)))
+
+
+def _fitted(known: dict[tuple[float, float], float], terms: Sequence[Term]) -> list[tuple[Term, float]]:
+    """The terms whose factors are above 0, the constant among them."""
+    every: list[Term] = list(dict.fromkeys([(0, 0), *terms]))
+    places, times = np.array(list(known), dtype=float), np.array(list(known.values()))
+    columns = np.stack([places[:, 0] ** i * places[:, 1] ** j / times for i, j in every], axis=1)
+    scale = np.maximum(columns.max(axis=0), 1e-300)
+    factors, _ = nnls(columns / scale, np.ones(len(times)))
+    return [(term, float(factor)) for term, factor in zip(every, factors / scale, strict=True) if factor > 0]
+
+
+def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
+    """(cell, how far into it from 0 to below 1); the last cell, or the first, for what is outside."""
+    at = bisect_right(axis, value) - 1
+    if at < 0:
+        return 0, 0.0
+    if at >= len(axis) - 1:
+        return len(axis) - 1, 0.0
+    return at, (value - axis[at]) / (axis[at + 1] - axis[at])
