@@ -35,6 +35,8 @@ LOOSE = Job(1000, 200, 300.0, 20.0)
 class Linear:
     """A token of a prompt takes 1 ms, a step 1 ms a request."""
 
+    latency_ms = 0.0
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return tokens
 

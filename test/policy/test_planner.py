@@ -30,6 +30,8 @@ class Line:
     def __init__(self, prefill_ms: float, token_ms: float, step_ms: float, request_ms: float) -> None:
         self._figures = (prefill_ms, token_ms, step_ms, request_ms)
 
+    latency_ms = 0.0
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return self._figures[0] + self._figures[1] * tokens if tokens > 0 else 0.0
 

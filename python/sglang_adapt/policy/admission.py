@@ -119,7 +119,8 @@ def forecast(job: Job, load: Load) -> Forecast:
     with_own = min(_MOST_SHARE, (load.prefill_ms + times.prefill_ms(new, load.cached)) / WINDOW_MS)
     chunk = chunk_tokens(times, step, tightest, load.bounds, with_own)
     between = step if load.decoding else 0.0
-    ttft = job.waited_ms + step + prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk)
+    ttft = job.waited_ms + times.latency_ms + step
+    ttft += prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk)
     after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
     longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds, with_own)) / STEPS
     tpot = min(longest, after / (1 - load.share))
@@ -266,7 +267,8 @@ def place(job: Job, loads: Sequence[Load]) -> Decision | None:
 def is_late(job: Job, loads: Sequence[Load]) -> bool:
     """Has it waited so long that no engine could give its first token in time any more, even if it were idle?"""
     assert job.ttft_ms is not None
-    return job.waited_ms + min(load.times.prefill_ms(max(1, job.tokens)) for load in loads) > job.ttft_ms
+    own_ms = min(load.times.latency_ms + load.times.prefill_ms(max(1, job.tokens)) for load in loads)
+    return job.waited_ms + own_ms > job.ttft_ms
 
 
 def retry_after_s(job: Job, loads: Sequence[Load]) -> int:

@@ -125,7 +125,7 @@ class _Engine:
         busy = rate * alone
         # Prompts of others that are before it: as in a queue with one server and equal work (M/D/1).
         wait = math.inf if busy >= _BUSIEST else alone * busy / (2 * (1 - busy))
-        return 1e3 * rate, step + alone + wait, tpot
+        return 1e3 * rate, self._times.latency_ms + step + alone + wait, tpot
 
     def fits(self, batch: float) -> bool:
         rate, ttft, tpot = self.at(batch)

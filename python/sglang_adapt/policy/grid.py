@@ -21,10 +21,12 @@ class Grid:
     A trend, a sum of `terms` and a constant, none of them below 0, is fitted to the points (least squares of relative
     errors). A cell that was not measured is as the trend has it, within what was measured of smaller and larger ones.
     Where points contradict monotony, the larger time counts. Between cells it is bilinear; below them the time of the
-    smallest; above them it goes on as the trend does, with `OUTSIDE_MARGIN`. A size of which one value alone was
-    measured has no trend: the time grows in proportion to it, or, if that value is 0, as it does with the other size.
+    smallest; above them it goes on as the trend does or, if that is less, by the steepest slope of neighbours, with
+    `OUTSIDE_MARGIN`. A size of which one value alone was measured has no trend: the time grows in proportion to it, or,
+    if that value is 0, as it does with the other size.
 
-    One step up between two neighbours, which scatter alone can make steep, thus says nothing of what lies beyond.
+    So a step up between near neighbours, which scatter alone can make steep, says nothing of what lies beyond, nor does
+    a trend that bends upwards because small sizes cost all the same.
 
     Args:
         points: (x, y, ms), at least one; x and y not negative, ms above 0.
@@ -46,8 +48,15 @@ class Grid:
             for j in range(len(row)):
                 row[j] = max(row[j], row[j - 1] if j else 0.0, cells[i - 1][j] if i else 0.0)
         self._cells = cells
-        self._x_slope = 0.0 if varied[0] else cells[-1][-1] / (self._xs[0] or max(self._ys[-1], 1.0))
-        self._y_slope = 0.0 if varied[1] else cells[-1][-1] / (self._ys[0] or max(self._xs[-1], 1.0))
+        self._lone = (
+            0.0 if varied[0] else cells[-1][-1] / (self._xs[0] or max(self._ys[-1], 1.0)),
+            0.0 if varied[1] else cells[-1][-1] / (self._ys[0] or max(self._xs[-1], 1.0)),
+        )
+        columns = [[row[j] for row in cells] for j in range(len(self._ys))]
+        self._steepest = (
+            max(_steepest(self._xs, column) for column in columns) + self._lone[0],
+            max(_steepest(self._ys, row) for row in cells) + self._lone[1],
+        )
 
     def at(self, x: float, y: float) -> float:
         """The time at a place; never less than at a place that is smaller in both."""
@@ -62,9 +71,10 @@ class Grid:
         if x > most_x or y > most_y:
             x, y = max(x, self._xs[0]), max(y, self._ys[0])
             inside_x, inside_y = min(x, most_x), min(y, most_y)
-            more = self._trend_at(x, y) - self._trend_at(inside_x, inside_y)
-            more += (x - inside_x) * self._x_slope + (y - inside_y) * self._y_slope
-            value += OUTSIDE_MARGIN * more
+            over_x, over_y = x - inside_x, y - inside_y
+            trend = self._trend_at(x, y) - self._trend_at(inside_x, inside_y)
+            trend += over_x * self._lone[0] + over_y * self._lone[1]
+            value += OUTSIDE_MARGIN * min(trend, over_x * self._steepest[0] + over_y * self._steepest[1])
         return value
 
     def _trend_at(self, x: float, y: float) -> float:
@@ -86,6 +96,10 @@ def _fitted(known: dict[tuple[float, float], float], terms: Sequence[Term]) -> l
     scale = np.maximum(columns.max(axis=0), 1e-300)
     factors, _ = nnls(columns / scale, np.ones(len(times)))
     return [(term, float(factor)) for term, factor in zip(every, factors / scale, strict=True) if factor > 0]
+
+
+def _steepest(axis: Sequence[float], values: Sequence[float]) -> float:
+    return max(((values[i] - values[i - 1]) / (axis[i] - axis[i - 1]) for i in range(1, len(axis))), default=0.0)
 
 
 def _place(axis: Sequence[float], value: float) -> tuple[int, float]:

@@ -27,8 +27,13 @@ class Times(Protocol):
 
     def __hash__(self) -> int: ...
 
+    @property
+    def latency_ms(self) -> float:
+        """What a first token takes beside the engine's own time: the way there and back, in which others are served."""
+        ...
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
-        """To compute `tokens` >= 0 prompt tokens behind `prefix` cached ones, with nothing else to do; 0 for none."""
+        """An engine's time to compute `tokens` >= 0 prompt tokens behind `prefix` cached ones; 0 for none."""
         ...
 
     def decode_ms(self, batch: float, context: float) -> float:
@@ -37,14 +42,30 @@ class Times(Protocol):
 
 
 class MeasuredTimes:
-    """The times of a TP size in a profile."""
+    """The times of a TP size in a profile.
+
+    A profile has the time to the first token of a prompt that is alone. Of it the engine itself is busy with the
+    smallest prompt about as long as with a decode step of as many requests; the rest is latency, the same for all
+    prompts. A smaller prompt is not believed to be read at a higher rate than the largest one was.
+    """
 
     def __init__(self, profile: TpProfile) -> None:
         self._prefill = Grid(((point.tokens, point.prefix, point.ms) for point in profile.prefill), _PREFILL_TERMS)
         self._decode = Grid(((point.batch, point.context, point.ms) for point in profile.decode), _DECODE_TERMS)
+        smallest = min((point.prefix, point.tokens, point.ms) for point in profile.prefill)
+        largest = max(point.tokens for point in profile.prefill if point.prefix == smallest[0])
+        step = self._decode.at(smallest[1], smallest[1])
+        self._latency_ms = max(0.0, smallest[2] - step)
+        self._token_ms = (self._prefill.at(largest, smallest[0]) - self._latency_ms) / max(1, largest)
+
+    @property
+    def latency_ms(self) -> float:
+        return self._latency_ms
 
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
-        return self._prefill.at(tokens, prefix) if tokens > 0 else 0.0
+        if tokens <= 0:
+            return 0.0
+        return max(self._prefill.at(tokens, prefix) - self._latency_ms, self._token_ms * tokens)
 
     def decode_ms(self, batch: float, context: float) -> float:
         return self._decode.at(batch, context) if batch > 0 else 0.0
@@ -107,6 +128,8 @@ class ModelFigures:
 
 class ReckonedTimes:
     """A roofline: the larger of computing and reading, and the cost of a step."""
+
+    latency_ms = 0.0
 
     def __init__(self, model: ModelFigures, gpu: GpuFigures) -> None:
         self._gpu = gpu
@@ -198,6 +221,10 @@ class Corrected:
 
     times: Times
     correction: Correction
+
+    @property
+    def latency_ms(self) -> float:
+        return self.times.latency_ms
 
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return self.times.prefill_ms(tokens, prefix) * self.correction.prefill

@@ -32,6 +32,10 @@ class ShiftedTimes:
     sequence: Times
     threshold: int
 
+    @property
+    def latency_ms(self) -> float:
+        return self.tensor.latency_ms
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         if tokens >= self.threshold:
             return self.sequence.prefill_ms(tokens, prefix)

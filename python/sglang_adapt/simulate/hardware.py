@@ -52,6 +52,10 @@ class Linked:
     times: Times
     token_ms: float
 
+    @property
+    def latency_ms(self) -> float:
+        return self.times.latency_ms
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return self.times.prefill_ms(tokens, prefix) + self.token_ms * tokens
 
