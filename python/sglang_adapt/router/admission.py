@@ -522,7 +522,8 @@ class Admission:
             if sent == self._sent[engine]:
                 known = self.corrections[self._tp_of[engine]]
                 actual = now - record.sent_ms - beside
-                self.corrections[self._tp_of[engine]] = known.with_prefill(predicted, actual)
+                latency_ms = self._times[self._tp_of[engine]].latency_ms
+                self.corrections[self._tp_of[engine]] = known.with_prefill(latency_ms + predicted, actual)
 
     def _learn_steps(self, rid: str, total: int, engine: str, now: float) -> float | None:
         """A request has `total` tokens now: if its engine has read nothing meanwhile, they were decode steps alone.
