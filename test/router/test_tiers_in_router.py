@@ -311,6 +311,25 @@ def test_limits_follow_what_was_promised() -> None:
     assert world.admission.limits(engine) == OPEN
 
 
+def test_limits_that_a_long_prompt_needs_are_there_before_it() -> None:
+    """Beside a stream whose target is kept only if the prompt is cut."""
+    world = Tiered("tp2@0-1")
+    engine = world.engine("tp2@0-1")
+    seen: list[tuple[str, Limits, list[str]]] = []
+    world.on_placing = lambda rid, engine: seen.append(
+        (rid, world.admission.limits(engine, rid), world.seen(engine.name))
+    )
+    world.arrive("a", "strict", tokens=2)
+    world.tokens("tp2@0-1", "a", [7], 1)
+    assert world.admission.limits(engine) == Limits(None, 8)
+    world.arrive("n", "night", tokens=1900)
+    world.now += 31_000  # It has waited its time.
+    world.router.let_go()
+    rid, limits, before = seen[-1]
+    assert rid == "n" and before == ["a"] and world.seen("tp2@0-1") == ["a", "n"]
+    assert limits == world.admission.limits(engine) == Limits(24, 8)
+
+
 def test_a_switch_of_layout_keeps_what_waits() -> None:
     world = Tiered("tp2@0-1")
     world.arrive("long", "strict", tokens=80)

@@ -101,11 +101,14 @@ def test_tokens_go_on_while_a_long_prompt_is_read(limited: Server) -> None:
     wanted = [ask(limited, prompt, 300, "night"), ask(limited, others, 300, "night"), ask(limited, LONG, 4, "night")]
     assert max(parts(limited.log, 0)) > MOST_PART
     httpx.post(f"{limited.url}/flush_cache", timeout=60)
-    streams = [Stream(limited, start, 300, "strict").started() for start in (prompt, others)]
+    # More streams than one engine has places: none of several is idle, where a prompt would be read whole, rightly.
+    count = SLOTS + 1 if "tp1@0,tp1@1" in limited.flags else SLOTS - 1
+    starts = [(prompt, others)[number % 2] for number in range(count)]
+    streams = [Stream(limited, start, 300, "strict").started() for start in starts]
     since = len(limited.log.read_text())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask, limited, LONG, 4, "strict")
-        assert [stream.end() for stream in streams] == wanted[:2]
+        assert [stream.end() for stream in streams] == [wanted[number % 2] for number in range(count)]
         assert long.result() == wanted[2]
     sizes = parts(limited.log, since)
     assert sum(sizes) >= len(LONG) - 1 and max(sizes) <= MOST_PART, sizes

@@ -324,10 +324,22 @@ class Admission:
             return FEASIBLE
         return _PRIORITY[record.decision.outcome]
 
-    def limits(self, engine: Engine) -> Limits:
-        """What an engine may do in an iteration now."""
-        load = self._loads([engine])[0]
+    def limits(self, engine: Engine, coming: str | None = None) -> Limits:
+        """What an engine may do in an iteration now; with `coming`, as soon as this request has been sent to it."""
+        record = None if coming is None else self._records.get(coming)
+        load = self._loads([engine], () if record is None else record.prefixes)[0]
         promised = self._tally.of(engine.name).promised
+        if record is not None:
+            own = load.times.prefill_ms(max(1, record.tokens - load.cached), load.cached)
+            load = replace(
+                load,
+                requests=load.requests + 1,
+                context=load.context + record.tokens + record.output,
+                prefill_ms=load.prefill_ms + own,
+            )
+            if record.decision.outcome is Outcome.FEASIBLE:
+                promised += 1
+                load = replace(load, tightest_tpot_ms=min(load.tightest_tpot_ms, record.terms.tpot_ms or math.inf))
         return limits_for(
             load.times, load.requests, load.context, promised, load.tightest_tpot_ms, load.bounds, load.share
         )
