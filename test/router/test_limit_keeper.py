@@ -1,4 +1,4 @@
-"""Engines are told their limits when these change, once, before what needs them, and again after a start or a failure."""
+"""Engines are told limits when they change, once, before what needs them, and again after a start or a failure."""
 
 from __future__ import annotations
 

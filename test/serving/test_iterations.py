@@ -31,8 +31,8 @@ tiers:
 MOST_PART = 4 * 96
 SLOTS = 3
 STREAM = 600
-"""Tokens of a stream: they last until what comes beside them has been read. Ten come at a time, so that the client keeps
-up with four streams on a busy machine."""
+"""Tokens of a stream: they last until what comes beside them has been read. Ten come at a time, so that the client
+keeps up with four streams on a busy machine."""
 LONG = [10 + number % 200 for number in range(1500)]
 
 

@@ -102,7 +102,12 @@ class EngineCalls:
         return self._answer(call, engine, future, (sent_s, self._deaths[engine]), timeout_s)
 
     async def _answer(
-        self, call: EngineCall, engine: str, future: asyncio.Future[EngineReply], since: tuple[float, int], timeout_s: float
+        self,
+        call: EngineCall,
+        engine: str,
+        future: asyncio.Future[EngineReply],
+        since: tuple[float, int],
+        timeout_s: float,
     ) -> list[dict[str, Any]]:
         name, (sent_s, deaths) = call.name, since
         try:

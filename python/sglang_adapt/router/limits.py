@@ -1,4 +1,4 @@
-"""Tells engines the limits of their iterations (`policy.limits`) when they change, and before a request that needs them."""
+"""Tells engines the limits of their iterations (`policy.limits`): when they change, and before what needs them."""
 
 from __future__ import annotations
 
