@@ -239,8 +239,8 @@ def plan(now: Situation) -> Plan:
             move, reason = True, why
     served = wanted if move else now.layout
     history = History(waited, str(wanted), windows, longest, since)
-    tiers = tiers_of(own, wanted, rows)
-    of_served = tiers if served == wanted else tiers_of(own, served, rows)
+    tiers = tiers_of(wanted, rows)
+    of_served = tiers if served == wanted else tiers_of(served, rows)
     return Plan(
         served,
         move,
