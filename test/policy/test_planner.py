@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_adapt.core.layout import Layout, parse_layout, uniform_layout
-from sglang_adapt.policy.assign import greedy, place
+from sglang_adapt.policy.assign import greedy, place, tiers_of
 from sglang_adapt.policy.demand import Arrivals, Demand, Terms, Unfinished, Window, demands
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.limits import Bounds
@@ -246,6 +246,18 @@ def test_tiers_of_which_each_needs_another_layout_take_turns() -> None:
 
 def row(asked: Demand, offered: float) -> Row:
     return Row(asked, offered, {one.tp: estimate(asked, one) for one in SPEEDS})
+
+
+def test_a_tier_has_all_engines_on_which_its_targets_can_be_met() -> None:
+    layout = parse_layout("tp2@0-1,tp1@2,tp1@3", (1, 2, 4), 4)
+    loose, strict = demand(50.0, "loose", 3000, 40), demand(1.0, "strict", 400, 8, weight=4)
+    # Steps of 8 ms at TP 1, 5 ms at TP 2.
+    rows = [row(loose, 50.0), row(strict, 1.0)]
+    assert tiers_of(layout, rows) == {"tp2@0-1": ("loose", "strict"), "tp1@2": ("loose",), "tp1@3": ("loose",)}
+    # A tier that no engine of the layout can serve is on all of them, and so are all where no tier belongs.
+    narrow = parse_layout("tp1@0,tp1@1,tp1@2,tp1@3", (1, 2, 4), 4)
+    assert set(tiers_of(narrow, rows).values()) == {("loose", "strict")}
+    assert tiers_of(layout, rows[1:]) == dict.fromkeys(("tp2@0-1", "tp1@2", "tp1@3"), ("strict",))
 
 
 def test_engines_that_serve_stay() -> None:

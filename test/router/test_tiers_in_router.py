@@ -17,9 +17,11 @@ from sglang_adapt.core.messages import AdmitRequest, RequestReport
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
 from sglang_adapt.core.slo import SloConfig, Terms, Tier, WhenInfeasible, request_terms
 from sglang_adapt.policy.admission import Outcome
+from sglang_adapt.policy.demand import Arrivals, Unfinished
 from sglang_adapt.policy.limits import OPEN, Bounds, Limits
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.admission import TICKET_MS, Admission
+from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 
 CONFIG = SloConfig(
@@ -71,7 +73,7 @@ class Tiered(World):
         self._tickets += 1
         terms = request_terms(CONFIG, tier)
         request = AdmitRequest(self._tickets, terms, tokens, 4, self.now)
-        answer = self.admission.ask(request, self.router.serving())
+        answer = self.router.ask(request)
         return request, answer.admitted, answer.retry_after_s
 
     def arrive(self, rid: str, tier: str, tokens: int = 8) -> bool:
@@ -124,6 +126,19 @@ def test_a_tier_that_would_rather_not_wait_is_refused_before_it_is_tokenized() -
     world.finish("tp2@0-1", "long")
     world.now += 5000
     assert world.ask("picky", 60)[1]
+
+
+def test_the_planner_is_told_what_is_refused() -> None:
+    world = Tiered("tp2@0-1")
+    traffic = world.router._traffic = Traffic(world.admission.tier_of, lambda: world.now / 1000)
+    assert world.arrive("a", "picky", tokens=80)
+    for number in range(3):
+        assert not world.arrive(f"r{number}", "picky", tokens=85)
+    world.now += 1000
+    traffic.close()
+    assert traffic.windows[0].arrivals == {"picky": Arrivals(requests=4, prompt_tokens=80 + 3 * 85)}
+    # Of what was refused nothing is unfinished.
+    assert traffic.unfinished([("a", True), ("r0", True)]) == {"picky": Unfinished(1, 1)}
 
 
 def test_a_place_is_kept_for_an_admitted_request_for_a_time() -> None:

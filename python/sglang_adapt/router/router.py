@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import zmq
 
 from sglang_adapt.core.layout import Layout, Role
-from sglang_adapt.core.messages import EngineStatus, RouterStatus
+from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, EngineStatus, RouterStatus
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
@@ -164,6 +164,14 @@ class Router:
         return self._serving.engine_for(rid)
 
     # Requests that wait, and what is told.
+
+    def ask(self, request: AdmitRequest) -> AdmitAnswer:
+        """Is a request admitted that has not been tokenized yet? The planner is told of what is refused, too."""
+        assert self.admission is not None, "a deployment without tiers refuses nothing"
+        answer = self.admission.ask(request, self.serving())
+        if not answer.admitted and self._traffic is not None:
+            self._traffic.refused(request.terms.tier, request.tokens)
+        return answer
 
     def let_go(self) -> None:
         """Send requests that wait for room to the engines that have it now."""
