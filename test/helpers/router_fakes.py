@@ -132,8 +132,8 @@ class World:
 
     def _check_sums(self, admission: Admission) -> None:
         """What admission has added up is what there is."""
-        tickets = list(admission._tickets.values())
-        assert admission._ticketed == Counter(ticket.request.terms.tier for ticket in tickets)
+        tickets = list(admission._tickets.open.values())
+        assert admission._tickets.of_tier == Counter(ticket.request.terms.tier for ticket in tickets)
         for holder in self.router._holders():
             records = [admission._records[rid] for rid in holder.in_flight]
             promised = [record for record in records if record.decision.outcome is Outcome.FEASIBLE]

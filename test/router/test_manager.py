@@ -157,7 +157,8 @@ def test_tiers_of_engines_that_are_down_are_promised_on_the_others() -> None:
         assert story.manager.said()["planner"]["tiers"] == {"tp1@0": both, "tp1@1": both}
         assert story.assigned == {"tp1@0": frozenset(both), "tp1@1": frozenset(both)}
         # As if they did so on one each.
-        assert (decided := story.manager._plan) is not None
+        decided = story.manager._plan
+        assert decided is not None
         story.manager._plan = replace(decided, serving={"tp1@0": ("loose",), "tp1@1": ("strict",)})
         story.manager.reassign()
         alone = {"tp1@0": frozenset({"loose"}), "tp1@1": frozenset({"strict"})}

@@ -20,7 +20,8 @@ from sglang_adapt.policy.admission import Outcome
 from sglang_adapt.policy.demand import Arrivals, Unfinished
 from sglang_adapt.policy.limits import OPEN, Bounds, Limits
 from sglang_adapt.policy.tiers import TierSettings
-from sglang_adapt.router.admission import TICKET_MS, Admission
+from sglang_adapt.router.admission import Admission
+from sglang_adapt.router.tickets import TICKET_MS
 from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 
@@ -51,14 +52,14 @@ PROFILE = Profile(
 class Tiered(World):
     """A world with tiers and a clock that the test sets."""
 
-    def __init__(self, layout: str = "tp1@0,tp1@1") -> None:
+    def __init__(self, layout: str = "tp1@0,tp1@1", slots: int = 16) -> None:
         self.now = 1000.0
         self.reports: list[RequestReport] = []
         settings = TierSettings(CONFIG, "test", KEY, (1, 2), 2, PROFILE, ())
         self.admission = Admission(
             settings,
             {"tp1@0": 1, "tp1@1": 1, "tp2@0-1": 2},
-            dict.fromkeys((1, 2), Bounds(1, 512, 16)),
+            dict.fromkeys((1, 2), Bounds(1, 512, slots)),
             self.reports.append,
             lambda: self.now,
         )
@@ -221,7 +222,7 @@ def test_nothing_is_remembered_of_what_a_drain_refuses() -> None:
     world.router.on_front_message(wire.encode_ticket("r", ticket))
     world.request("r")
     assert [message.rid for message in world.tokenizer] == ["r"]
-    assert (world.admission._named, world.admission._records, dict(world.admission._tickets)) == ({}, {}, {})
+    assert (world.admission._named, world.admission._records, dict(world.admission._tickets.open)) == ({}, {}, {})
 
 
 @pytest.mark.parametrize("serves", [True, False])
@@ -319,7 +320,7 @@ def test_limits_follow_what_was_promised() -> None:
     assert world.admission.limits(engine) == OPEN
     world.arrive("s", "strict", tokens=2)
     assert world.admission.limits(engine) == Limits(None, 8)
-    world.admission._prefill["tp2@0-1"] = (1600.0, world.now)  # Prompts take most of its time.
+    world.admission._loads.sent("tp2@0-1", 1600.0)  # Prompts take most of its time.
     # Of 10 ms 9 may be used; a step takes 2, so 24 tokens of the ladder (1 ms each) fit beside four, or 8 requests.
     assert world.admission.limits(engine) == Limits(24, 8)
     world.finish("tp2@0-1", "s")
@@ -506,8 +507,7 @@ def test_every_request_ends_once_whatever_comes(arrivals: list[tuple[str, int, i
 
 
 def test_what_is_promised_goes_to_an_engine_full_of_background_work() -> None:
-    world = Tiered("tp2@0-1")
-    world.admission._bounds = {2: Bounds(1, 512, 2)}
+    world = Tiered("tp2@0-1", slots=2)
     for rid in ("n0", "n1", "n2"):
         world.arrive(rid, "night", tokens=2)
         if rid in world.engine("tp2@0-1").in_flight:
