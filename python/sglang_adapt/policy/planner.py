@@ -90,7 +90,8 @@ class Situation:
         running: what its engines have, by name.
         price: of a switch.
         longest_tokens: of the longest request that is there and that not every engine holds; 0 if there is none.
-        horizon_s: time over which a gain counts.
+        horizon_s: time over which a gain counts, or for which it has been missed, if that is longer.
+        window_s: time from one plan to the next.
         history: of the plan before.
         asked: somebody has asked for something since the start; before that no layout is known to be better.
         calm: windows in a row that a layout has to be wanted if the one that serves carries the load as well.
@@ -104,6 +105,7 @@ class Situation:
     price: Price
     longest_tokens: int = 0
     horizon_s: float = 5.0
+    window_s: float = 1.0
     history: History = History()
     asked: bool = True
     calm: int = CALM
@@ -230,9 +232,11 @@ def plan(now: Situation) -> Plan:
         if row is not None:
             strategy = strategy_for(row, now.layout, wanted, now.running, speeds, now.horizon_s)
         lost = _lost(rows, cost)
-        gain = (best.worth.value - serving.worth.value) * now.horizon_s
+        # A load that has lasted will last: who waits for a cheap moment may wait for ever, as what runs makes the price.
+        counts_s = max(now.horizon_s, windows * now.window_s)
+        gain = (best.worth.value - serving.worth.value) * counts_s
         if not better and gain <= lost:
-            reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {now.horizon_s:g} s"
+            reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {counts_s:g} s"
         elif not better and not behind and windows < now.calm:
             reason = f"{why}; for {windows} of {now.calm} windows"
         else:

@@ -37,7 +37,12 @@ class Traffic:
 
     def _count(self, tier: str, tokens: int) -> None:
         known = self._now.get(tier, Arrivals())
-        self._now[tier] = replace(known, requests=known.requests + 1, prompt_tokens=known.prompt_tokens + tokens)
+        self._now[tier] = replace(
+            known,
+            requests=known.requests + 1,
+            prompt_tokens=known.prompt_tokens + tokens,
+            prompt_squares=known.prompt_squares + tokens * tokens,
+        )
 
     def finished(self, rid: str, tokens: int) -> None:
         """A request has given all its `tokens`."""
