@@ -221,6 +221,29 @@ def test_a_switch_that_costs_more_than_it_gains_is_not_made() -> None:
     assert moves(follow(situation(demand(10.0), running=running), 10)) == 1
 
 
+def test_a_gain_that_has_been_missed_long_enough_pays_for_a_switch() -> None:
+    """What runs makes a switch dear as long as the load lasts; the layout that carries more is gone over to even so."""
+    asked = demand(200.0)
+    running = {FOUR: Running(requests=200, kv_bytes=1e9)}
+    now = replace(situation(asked, layout=FOUR), running=running, price=Price(500.0, 1e11))
+    plans = []
+    for _ in range(60):
+        plans.append(plan(now))
+        if plans[-1].move:
+            break
+        now = replace(now, history=plans[-1].history)
+    assert "but a switch would cost" in plans[0].reason and plans[-1].move
+    assert 5 < len(plans) < 60
+    assert str(plans[-1].layout) == ONES
+
+
+def test_prompts_of_different_lengths_queue_longer() -> None:
+    even = demand(1.0, "strict", 33.0, 20.0)
+    known, spread = (estimate(one, SPEEDS[0]) for one in (even, replace(even, prompt_spread=2.0)))
+    assert 0 < spread.capacity_rps < known.capacity_rps
+    assert spread.alone_ms == pytest.approx(known.alone_ms)
+
+
 def test_a_price_is_learned_from_switches() -> None:
     price = CHEAP
     for _ in range(30):
@@ -424,6 +447,14 @@ def test_a_burst_counts_at_once_and_a_pause_does_not() -> None:
 
     assert of(1, 1, 1, 20, 20) == 20
     assert of(20, 20, 20, 1, 1) == pytest.approx(12.4)
+
+
+def test_the_spread_of_prompts_is_that_of_the_windows() -> None:
+    seen = [Window(1.0, {"all": Arrivals(2, 400, 100**2 + 300**2)}), Window(1.0, {"all": Arrivals(2, 400, 2 * 200**2)})]
+    (first,) = demands([Terms("all")], seen, {}, {})
+    assert first.prompt_spread == pytest.approx(0.125)  # A variance of 5,000, by 200 squared.
+    (later,) = demands([Terms("all")], [Window(1.0, {})], {}, {"all": first})
+    assert later.prompt_spread == first.prompt_spread
 
 
 def test_lengths_are_remembered_when_nothing_comes() -> None:

@@ -137,7 +137,9 @@ def test_the_planner_is_told_what_is_refused() -> None:
         assert not world.arrive(f"r{number}", "picky", tokens=85)
     world.now += 1000
     traffic.close()
-    assert traffic.windows[0].arrivals == {"picky": Arrivals(requests=4, prompt_tokens=80 + 3 * 85)}
+    assert traffic.windows[0].arrivals == {
+        "picky": Arrivals(requests=4, prompt_tokens=80 + 3 * 85, prompt_squares=80**2 + 3 * 85**2)
+    }
     # Of what was refused nothing is unfinished.
     assert traffic.unfinished([("a", True), ("r0", True)]) == {"picky": Unfinished(1, 1)}
 
