@@ -101,9 +101,14 @@ class _Engine:
         # A prompt costs this much of an engine's time, and its request waits so long for it beside decode steps.
         self._whole_ms = self._read_ms = speed.times.prefill_ms(self.prompt)
         self._chunk: int | None = None
+        self._steps: dict[float, float] = {}
 
     def step_ms(self, batch: float) -> float:
-        return self._times.decode_ms(max(1.0, batch), max(1.0, batch) * self._context)
+        known = self._steps.get(batch)
+        if known is None:
+            there = batch if batch > 1.0 else 1.0
+            known = self._steps[batch] = self._times.decode_ms(there, there * self._context)
+        return known
 
     def cut(self, batch: float) -> None:
         """Cut prompts as an engine does that has this batch; a smaller one cuts them into larger parts."""

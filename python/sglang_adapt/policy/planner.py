@@ -9,8 +9,8 @@ as possible have an engine that meets their targets. So a tier with requests is 
 an engine has is never planned onto one that does not hold it.
 
 Beside the papers (Nitsum, 3.3.1; Flying Serving, 2.3): a switch has a price. It is made when its gain over the next
-windows is above what it costs now, and above a margin, and, unless load is left behind, when it has been wanted for
-`CALM` windows.
+windows, or over those in which it has been missed, is above what it costs now, and above a margin, and, unless load is
+left behind, when it has been wanted for `CALM` windows.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def plan(now: Situation) -> Plan:
         if row is not None:
             strategy = strategy_for(row, now.layout, wanted, now.running, speeds, now.horizon_s)
         lost = _lost(rows, cost)
-        # A load that has lasted will last: who waits for a cheap moment may wait for ever, as what runs makes the price.
+        # What runs makes the price, so who waits for a cheap moment may wait as long as the load lasts.
         counts_s = max(now.horizon_s, windows * now.window_s)
         gain = (best.worth.value - serving.worth.value) * counts_s
         if not better and gain <= lost:
