@@ -286,6 +286,9 @@ def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
 def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -> int | None:
     """Where a request without a promise fits so that no target suffers, as an index into `loads`; None if nowhere.
 
+    A prompt so long that tokens beside it would come later than `FILL` says is read in parts which keep the targets,
+    one at a time on an engine: what it leaves is the room of the step.
+
     Args:
         job: best effort or background work; its own targets do not count.
         loads: engines that serve.
@@ -299,13 +302,30 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
         queued = load.times.prefill_ms(load.prefill_tokens + max(1, job.tokens - load.cached), load.cached)
         if not load.requests:
             return at
-        if (
-            queued <= spare_ms
-            and not found.full
-            and found.others_tpot_ms <= min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
-        ):
+        if found.full or queued > spare_ms:
+            continue
+        filled_ms = min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
+        if found.others_tpot_ms <= filled_ms or _fits_in_parts(job, load, filled_ms, spare_ms):
             return at
     return None
+
+
+def _fits_in_parts(job: Job, load: Load, filled_ms: float, spare_ms: float) -> bool:
+    """Is there room for a prompt that the engine cuts for what has been promised there, while it reads no other one?"""
+    new = max(1, job.tokens - load.cached)
+    after = load.times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
+    if load.prefill_tokens or math.isinf(load.tightest_tpot_ms) or after > filled_ms:
+        return False
+    own = min(_MOST_SHARE, load.times.prefill_ms(new, load.cached) / WINDOW_MS)
+    if after <= (1 - own) * filled_ms:
+        # It finds room when less has been read of late.
+        return False
+    target_ms = min(load.tightest_tpot_ms, load.guard_ms if math.isfinite(guarded_ms(load)) else math.inf)
+    chunk = chunk_tokens(load.times, after, target_ms, load.bounds, 1.0)
+    if chunk >= load.bounds.prefill_tokens:
+        # No part fits beside a step.
+        return False
+    return prompts_ms(load.times, new, load.cached, after if load.decoding else 0.0, chunk) <= spare_ms
 
 
 def aged_place(loads: Sequence[Load], aged_on: Sequence[int]) -> int | None:
