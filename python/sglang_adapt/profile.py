@@ -39,7 +39,7 @@ from sglang_adapt.core.profile import (
     write_profile,
 )
 
-_PREFILL = (16, 64, 256, 1024, 4096, 16384)
+_PREFILL = (16, 64, 256, 1024, 4096, 8192, 16384)
 _PREFIX = (0, 1024, 8192)
 _BATCH = (1, 4, 16, 64, 128)
 _CONTEXT = (64, 512, 4096)
