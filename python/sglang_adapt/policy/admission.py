@@ -120,7 +120,7 @@ def forecast(job: Job, load: Load) -> Forecast:
     chunk = chunk_tokens(times, step, tightest, load.bounds, with_own)
     between = step if load.decoding else 0.0
     ttft = job.waited_ms + times.latency_ms + step
-    ttft += prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk)
+    ttft += prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk, reading_ms(load, new))
     after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
     longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds, with_own)) / STEPS
     tpot = min(longest, after / (1 - load.share))
@@ -129,9 +129,29 @@ def forecast(job: Job, load: Load) -> Forecast:
     return Forecast(ttft, tpot, others if load.requests else 0.0, stay >= load.bounds.requests)
 
 
-def prompts_ms(times: Times, tokens: float, cached: float, step_ms: float, chunk: int) -> float:
-    """To compute prompts, with steps of `step_ms` between each `chunk` tokens; 0 if nothing decodes."""
-    whole = times.prefill_ms(tokens, cached)
+def reading_ms(load: Load, new: int) -> float:
+    """To compute the prompts of an engine and another one of `new` tokens, without steps between.
+
+    Each attends to itself alone, so that several take less than one of all their tokens, and at most their sum.
+    """
+    own = load.times.prefill_ms(new, load.cached)
+    if not load.prefill_tokens:
+        return own
+    ahead = max(1, load.requests - load.decoding)
+    one_by_one = own + ahead * load.times.prefill_ms(load.prefill_tokens / ahead)
+    return min(one_by_one, load.times.prefill_ms(load.prefill_tokens + new, load.cached))
+
+
+def prompts_ms(
+    times: Times, tokens: float, cached: float, step_ms: float, chunk: int, whole: float | None = None
+) -> float:
+    """To compute prompts, with steps of `step_ms` between each `chunk` tokens; 0 if nothing decodes.
+
+    Args:
+        whole: time without steps between; None: as of one prompt.
+    """
+    if whole is None:
+        whole = times.prefill_ms(tokens, cached)
     return (
         whole
         if tokens <= chunk or step_ms <= 0
@@ -299,7 +319,7 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
         at = (first + step) % len(loads)
         load = loads[at]
         found = forecast(job, load)
-        queued = load.times.prefill_ms(load.prefill_tokens + max(1, job.tokens - load.cached), load.cached)
+        queued = reading_ms(load, max(1, job.tokens - load.cached))
         if not load.requests:
             return at
         if found.full or queued > spare_ms:

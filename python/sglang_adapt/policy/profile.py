@@ -18,6 +18,8 @@ from sglang_adapt.policy.grid import Grid
 
 _PREFILL_TERMS = ((1, 0), (2, 0), (1, 1), (0, 1))
 """New tokens, their attention to each other, to those before them, and reading those."""
+_RATE_TOKENS = 4096
+"""Up to here attention is a small part of a prompt's time, so that the time for each token is that of any batch."""
 _DECODE_TERMS = ((1, 0), (0, 1))
 """Requests, and the tokens whose keys and values are read."""
 
@@ -46,14 +48,15 @@ class MeasuredTimes:
 
     A profile has the time to the first token of a prompt that is alone. Of it the engine itself is busy with the
     smallest prompt about as long as with a decode step of as many requests; the rest is latency, the same for all
-    prompts. A smaller prompt is not believed to be read at a higher rate than the largest one was.
+    prompts. No prompt is believed to be read at a higher rate than the largest one of at most `_RATE_TOKENS`.
     """
 
     def __init__(self, profile: TpProfile) -> None:
         self._prefill = Grid(((point.tokens, point.prefix, point.ms) for point in profile.prefill), _PREFILL_TERMS)
         self._decode = Grid(((point.batch, point.context, point.ms) for point in profile.decode), _DECODE_TERMS)
         smallest = min((point.prefix, point.tokens, point.ms) for point in profile.prefill)
-        largest = max(point.tokens for point in profile.prefill if point.prefix == smallest[0])
+        first = [point.tokens for point in profile.prefill if point.prefix == smallest[0]]
+        largest = max((tokens for tokens in first if tokens <= _RATE_TOKENS), default=smallest[1])
         step = self._decode.at(smallest[1], smallest[1])
         self._latency_ms = max(0.0, smallest[2] - step)
         self._token_ms = (self._prefill.at(largest, smallest[0]) - self._latency_ms) / max(1, largest)

@@ -140,8 +140,8 @@ class Appraiser:
         return self._blends[blend]
 
     def _beside_tighter(self, row: Row, tp: int) -> tuple[Estimate, float, float] | None:
-        """A tier's estimate on an engine that leaves room for a tighter one, and what is asked for there by weight: what
-        is looser than the tightest, and all; None if no tier there is tighter."""
+        """A tier's estimate on an engine that leaves room for a tighter one, and what is asked for there by weight:
+        what is looser than the tightest, and all; None if no tier there is tighter."""
         own, alone = row.demand.terms, row.estimates[tp]
         there = [other for other in self._order if other.estimates[tp].capacity_rps > 0]
         tightest = min((_tpot_ms(other) for other in there), default=math.inf)

@@ -5,7 +5,7 @@ each part (`upstream/limits.py`). Several decode steps in which nothing changes 
 that comes meanwhile cuts the event short at the end of the step in flight.
 
 Simpler than stock: there is no prefix cache; a request takes the KV of its prompt and whole output when it begins, so
-none is ever retracted; pages are not rounded; background work is not preempted; prompts of a batch count as one prompt.
+none is ever retracted; pages are not rounded; background work is not preempted.
 """
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ class SimulatedEngine:
         if read:
             most = min(self.bounds.prefill_tokens, limit or self.bounds.prefill_tokens)
             tokens = sum(part for _, part in read)
-            # Of the one that goes on behind what it has read already, that counts for its part.
-            behind = sum(part * request.read for request, part in read) / tokens
-            took = self.times.prefill_ms(tokens, behind)
+            took = self.batch_ms(read)
             self._owed = min(STEPS, math.ceil(STEPS * tokens / most)) if limit is not None else 0
             self.batch = _Batch(now_ms, now_ms + took, read=read)
         elif running:
@@ -215,6 +213,13 @@ class SimulatedEngine:
         return left
 
     # Prompts.
+
+    def batch_ms(self, read: tuple[tuple[Request, int], ...]) -> float:
+        """The time of prompts, or parts, that are read together: each attends to itself alone; what a batch takes
+        however small it is they share."""
+        shared = (len(read) - 1) * self.times.prefill_ms(1)
+        alone = [self.times.prefill_ms(part, request.read) for request, part in read]
+        return max(max(alone), sum(alone) - shared)
 
     def _queue(self, request: Request) -> None:
         heappush(self._waiting, (-request.rank, request.arrival.at_ms, request.number, request))
