@@ -54,6 +54,56 @@ def test_the_first_switch_that_fails_is_told_as_well(tmp_path: Path, values: str
     check(tmp_path, tests)
 
 
+UP = 'sglang_adapt:engine_up{instance="a", engine="tp1@0"}'
+ACTIVE = 'sglang_adapt:active_layout{instance="a", engine="tp1@0"}'
+GOOD = 'sglang_adapt:goodput_requests_total{instance="a", tier="chat"}'
+ALL = 'sglang_adapt:admission_total{instance="a", tier="chat", outcome="feasible"}'
+ALERTS: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
+    "AdaptServerDown": ({'up{job="sglang_adapt", instance="a"}': "1x20 0x60"}, {"job": "sglang_adapt"}, "page"),
+    "AdaptNoEngine": ({UP: "1x20 0x60", ACTIVE: "1x80"}, {}, "page"),
+    "AdaptEngineDown": ({UP: "1x20 0x60"}, {"engine": "tp1@0"}, "ticket"),
+    "AdaptEngineRestarts": (
+        {'sglang_adapt:engine_restarts_total{instance="a", engine="tp1@0"}': "0x20 1x3 2x3 3x54"},
+        {"engine": "tp1@0"},
+        "ticket",
+    ),
+    "AdaptTierMissesTargets": ({GOOD: "0+9x20 180+1x60", ALL: "0+9x80"}, {"tier": "chat"}, "ticket"),
+}
+"""By alert: series, of which something goes wrong after 5 min; the labels that it has beside `instance`; severity."""
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_an_alert_fires_when_it_should_and_not_before(alert: str, tmp_path: Path) -> None:
+    series, labels, severity = ALERTS[alert]
+    (rule,) = (
+        rule
+        for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == alert
+    )
+    summary = rule["annotations"]["summary"]
+    for name, value in {"instance": "a", **labels}.items():
+        summary = summary.replace(f"{{{{ $labels.{name} }}}}", value)
+    fires = {
+        "exp_labels": {"severity": severity, "instance": "a", **labels},
+        "exp_annotations": {"summary": summary.replace("{{ $value | humanizePercentage }}", "11.11%")},
+    }
+    tests = {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": "4m", "alertname": alert, "exp_alerts": []},
+            {"eval_time": "16m", "alertname": alert, "exp_alerts": [fires]},
+        ],
+    }
+    check(tmp_path, tests)
+
+
+def test_every_alert_is_tested() -> None:
+    groups = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    assert {rule["alert"] for group in groups for rule in group["rules"]} == {*ALERTS, "AdaptSwitchBroken"}
+
+
 def test_the_board_marks_the_first_switch(tmp_path: Path) -> None:
     annotation = json.loads(BOARD.read_text())["annotations"]["list"][0]["expr"]
     labels = '{from="x", to="y", reason="load"}'

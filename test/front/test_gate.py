@@ -77,6 +77,15 @@ def test_what_stock_will_refuse_is_left_to_stock(body: bytes) -> None:
     assert isinstance(enter(Gate(tier_settings(), Router()), body), Admitted)
 
 
+@pytest.mark.parametrize("field", [b"service_tier", b"x"])
+def test_a_body_that_is_nested_too_deeply_is_refused(field: bytes) -> None:
+    router = Router()
+    refusal = enter(Gate(tier_settings(), router), b'{"%s":' % field + b"[" * 200_000)
+    assert (refusal.status, refusal.code) == (400, "bad_request")
+    assert "nested too deeply" in refusal.message
+    assert router.asked == []
+
+
 def test_size_of_prompts() -> None:
     assert prompt_tokens(b'{"input_ids": [1, 2, 3]}') == 3
     assert prompt_tokens(b"x" * 401) == 101

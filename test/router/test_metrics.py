@@ -139,3 +139,58 @@ def test_metrics_that_nobody_would_see_are_an_error() -> None:
     run = tell(None, {})
     assert run.returncode != 0
     assert "MetricsFolderError: PROMETHEUS_MULTIPROC_DIR was not set" in run.stderr
+
+
+DEATH = """
+import json
+import os
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, multiprocess
+
+from sglang_adapt.router.dead_gauges import forget_gauges
+
+gauge = Gauge("running", "Requests.", ["engine"], multiprocess_mode="mostrecent")
+counter = Counter("ended", "Requests.", ["engine"])
+engines = []
+for name in ("e0", "e1"):
+    pid = os.fork()
+    if pid == 0:
+        gauge.labels(name).set(5)
+        counter.labels(name).inc(7)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    engines.append(pid)
+
+def now():
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    return sorted((s.name, s.labels["engine"], s.value) for family in registry.collect() for s in family.samples)
+
+folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+listed = sorted(folder.glob("*.db"))
+before = now()
+forget_gauges(folder, engines[0])
+after = now()
+values = multiprocess.MmapedDict(str(folder / f"gauge_mostrecent_{engines[0]}.db"))
+values.write_value(json.dumps(["running", "running", {"engine": "e0"}, "Requests."]), 3, 9.0)
+values.close()
+print(json.dumps([before, after, now(), sorted(folder.iterdir()) == listed]))
+"""
+
+
+def test_gauges_of_a_dead_engine_go_and_its_counters_stay(tmp_path: Path) -> None:
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", DEATH], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    before, after, reused, same_files = json.loads(run.stdout)
+    ended = [["ended_total", "e0", 7], ["ended_total", "e1", 7]]
+    assert before == [*ended, ["running", "e0", 5], ["running", "e1", 5]]
+    assert after == [*ended, ["running", "e1", 5]]
+    # A process that gets the same id writes to the same file.
+    assert reused == [*ended, ["running", "e0", 3], ["running", "e1", 5]]
+    # One that has listed the folder before finds all files, and nothing else has come.
+    assert same_files

@@ -67,6 +67,43 @@ def test_the_answer_is_stocks(case: str, ours: Callable[[str], Server], stock: S
     assert got == want
 
 
+FATAL: dict[str, tuple[str, Any]] = {
+    "labels of the client's own": ("/generate", {"text": "a", "custom_labels": {"a": "b"}}),
+    "a known label": ("/generate", {"text": "a", "custom_labels": {"model_name": "b"}}),
+    "a regular expression that is NUL": ("/generate", {"text": "a", "sampling_params": {"regex": "\0"}}),
+    "a pattern that is NUL": (
+        "/v1/chat/completions",
+        {
+            **CHAT,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "\0"}},
+            },
+        },
+    ),
+    "a schema without end": ("/generate", {"text": "a", "sampling_params": {"json_schema": '{"items":' * 100_000}}),
+    "no object": ("/v1/chat/completions", None),
+    "a format that is none": ("/v1/chat/completions", {**CHAT, "response_format": 5}),
+    "ids in a list": ("/generate", {"text": "a", "rid": ["a"]}),
+}
+"""Of these stock's engine or server ends, or it answers with a 500."""
+
+
+@pytest.mark.parametrize("case", FATAL)
+def test_what_stock_does_not_survive_is_refused(case: str, ours: Callable[[str], Server]) -> None:
+    server = ours("tp1")
+    engines = [engine["pids"] for engine in httpx.get(f"{server.url}/adapt/engines", timeout=20).json()["engines"]]
+    path, body = FATAL[case]
+    answer = httpx.post(
+        server.url + path, content=json.dumps(body), headers={"Content-Type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == 400, answer.text
+    good = {"text": "a", "sampling_params": {"max_new_tokens": 2}}
+    assert httpx.post(f"{server.url}/generate", json=good, timeout=60).status_code == 200
+    after = httpx.get(f"{server.url}/adapt/engines", timeout=20).json()["engines"]
+    assert [engine["pids"] for engine in after] == engines
+
+
 @pytest.mark.parametrize("ids", [[10**6], [5, -5], [[1, 2], [10**9]]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids_that_the_model_does_not_have(ids: list[Any], stream: bool, ours: Callable[[str], Server]) -> None:

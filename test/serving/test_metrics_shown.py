@@ -112,6 +112,34 @@ def test_labels_are_bounded(used: Server) -> None:
                 assert label == "le" or values <= WORDS[label], (name, label, values)
 
 
+def test_nothing_of_a_request_becomes_a_label(used: Server) -> None:
+    """Each value would be a set of series; only paths are known to be, by stock's `sglang:http_*` (docs/metrics.md)."""
+    strange, number = "strange-0815", 4711
+    named = {"user": strange, "rid": strange, "extra_key": strange, "routing_key": strange, "priority": number}
+    completion = {"model": "demo", "prompt": "Hello", "max_tokens": 2, **named}
+    generate = {"text": "Hello", "sampling_params": {"max_new_tokens": 2}, **named}
+    headers = {"x-adapt-tier": "chat", "x-custom-labels": f'{{"a": "{strange}"}}', "x-request-id": strange}
+    asked = [
+        ("/v1/completions", completion, {}, 200),
+        ("/v1/completions", completion, headers, 200),
+        ("/generate", {**generate, "conversation_id": strange}, {}, 200),
+        ("/generate", {**generate, "text": ["Hello", "Hello"], "rid": [strange, "b"]}, {}, 200),
+        ("/generate", {**generate, "custom_labels": {strange: strange}}, {}, 400),
+        ("/generate", {**generate, "custom_labels": {"model_name": strange}}, {}, 400),
+        ("/v1/completions", {**completion, "model": strange}, {}, 200),
+        ("/v1/completions", {**completion, "service_tier": strange}, {}, 400),
+        ("/v1/completions", completion, {"x-adapt-tier": strange}, 400),
+    ]
+    for path, body, extra, status in asked:
+        answer = httpx.post(f"{used.url}{path}", json=body, headers=extra, timeout=60)
+        assert answer.status_code == status, (path, body, answer.text)
+    layout = {"layout": "tp1@0,tp1@1", "reason": strange}
+    assert httpx.post(f"{used.url}/adapt/layout", json=layout, timeout=60).status_code == 200
+    for name, family in exposed(used).items():
+        for label, values in family.values.items():
+            assert not values & {strange, str(number)}, (name, label)
+
+
 def test_conventional_names_are_there(used: Server) -> None:
     names = {name.removeprefix("sglang_adapt:") for name in exposed(used) if name.startswith("sglang_adapt:")}
     counters = {"goodput_requests", "slo_violations", "admission", "switches", "kv_migrated_bytes"}

@@ -122,6 +122,21 @@ def test_tiers_and_requests_are_counted(chromium: Any, narrow: Server) -> None:
     seen.page.close()
 
 
+def test_an_engine_that_was_given_up_is_said(chromium: Any, narrow: Server) -> None:
+    seen = Seen(chromium, narrow, NARROW)
+    alert, state = seen.page.evaluate(
+        """() => {
+          const engines = last.router.engines.map(e => e.name === "tp1@1" ? {...e, state: "failed", restarts: 1} : e);
+          show({...last, router: {...last.router, engines}});
+          return [$("alert").innerText, document.querySelector(".engine.down").innerText];
+        }"""
+    )
+    assert alert.startswith("Given up, because it died too often: tp1@1.")
+    assert "given up" in state and "started again once" in state
+    assert seen.errors == []
+    seen.page.close()
+
+
 def test_a_lost_connection_is_said_and_found_again(chromium: Any, shown: Server) -> None:
     seen = Seen(chromium, shown)
     seen.page.route("**/adapt/events", lambda route: route.abort())

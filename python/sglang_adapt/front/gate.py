@@ -149,6 +149,9 @@ class Gate:
             fields = _BODY.decode(body)
         except msgspec.DecodeError:
             fields = _Body()
+        except RecursionError:
+            # Its tier cannot be read, so it is not taken for one of the default tier.
+            return Refusal(400, "bad_request", "the body is nested too deeply to be read; send a flatter one")
         terms = self._terms(fields.service_tier, found)
         if isinstance(terms, Refusal):
             return terms

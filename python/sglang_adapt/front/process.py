@@ -70,6 +70,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     tempfile.tempdir = run_dir
 
     from sglang_adapt.upstream import front as upstream
+    from sglang_adapt.upstream.client_priority import ignore_priorities
     from sglang_adapt.upstream.rank import prepare_process
     from sglang_adapt.upstream.shared_files import LoadSlots, use_load_slots
 
@@ -132,6 +133,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     live = Live(link.view, page_data)
     stopped = threading.Event()
     if tiers.config is not None:
+        ignore_priorities()
         # Until there is a handler.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         logger.info("tiers (%s): %s", tiers.source, ", ".join(tier.name for tier in tiers.config.tiers))

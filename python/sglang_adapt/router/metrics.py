@@ -6,7 +6,9 @@ process needs nothing but that folder. Labels are bounded: layouts, strategies, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import get_args
 
 from sglang_adapt.core.layout import Layout
@@ -30,6 +32,11 @@ def check_folder() -> None:
             "PROMETHEUS_MULTIPROC_DIR was not set when prometheus_client was imported, so nobody would see the "
             "metrics of this process; start the server without --enable-metrics and report this"
         )
+
+
+def metrics_folder() -> Path:
+    """Where every process of the server writes its metrics; stock has made it before any of them starts."""
+    return Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
 
 
 class SwitchMetrics:

@@ -15,9 +15,11 @@ import uvloop
 import zmq
 
 from sglang_adapt.core.config import AdaptPolicy
+from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.core.process import die_with_parent, process_context
 from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.calls import EngineCalls
+from sglang_adapt.router.dead_gauges import forget_gauges
 from sglang_adapt.router.drain import drain
 from sglang_adapt.router.engine import Engine
 from sglang_adapt.router.front_link import FrontLink
@@ -28,7 +30,7 @@ from sglang_adapt.router.limits import LimitKeeper
 from sglang_adapt.router.long_requests import Lengths
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.memory import KeptMemory, keeper_configs
-from sglang_adapt.router.metrics import HandoverMetrics, PlanMetrics, SwitchMetrics, check_folder
+from sglang_adapt.router.metrics import HandoverMetrics, PlanMetrics, SwitchMetrics, check_folder, metrics_folder
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
@@ -188,9 +190,17 @@ class _Process:
             limit,
             on_loaded=lambda spec, reports: self._starts.loaded(spec, reports),
             on_lost=lambda spec, why, again: self._lifecycle.engine_lost(spec, why, again),
-            on_gone=lambda spec: self._lifecycle.engine_gone(spec),
+            on_gone=self._engine_gone,
             may_start=lambda spec: self.pools is None or self.pools.can_start(spec),
         )
+
+    def _engine_gone(self, spec: EngineSpec) -> None:
+        """All ranks of a lost engine have ended."""
+        if self._state is not None:
+            for process in self._supervisor.run_of(spec).processes:
+                assert process.pid is not None
+                forget_gauges(metrics_folder(), process.pid)
+        self._lifecycle.engine_gone(spec)
 
     def _make_layouts(self) -> None:
         """KV pools and the switch, if there are several TP sizes."""

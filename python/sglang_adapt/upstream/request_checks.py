@@ -1,22 +1,25 @@
-"""Refuses in the front, with a 400 that names the parameter, what would end an engine.
+"""Refuses in the front, with a 400 that names the parameter, what would end an engine or the front itself.
 
 Stock checks a part of a request in its front; what it lets through is met by the engine's decoder or its forward pass,
-where an exception ends the engine and every request on it.
+where an exception ends the engine and every request on it, or by the front's metrics, where one ends the server.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
 
 from sglang_adapt.upstream import wire
+from sglang_adapt.upstream.grammar_checks import grammar_fault
 from sglang_adapt.upstream.patch import Patch
 
 _WRONG_TYPE = (TypeError, AttributeError, KeyError, IndexError, OverflowError, re.error)
+_INT32 = 1 << 31
+"""Stock makes a tensor of 32-bit integers of every `top_k` in a batch."""
 _PATH = re.compile(r" - at `\$([^`]*)`$")
 
 
@@ -24,7 +27,9 @@ class RefuseWhatTheModelCannotTake(Patch):
     """Checks a request against the model, before stock's own checks of its lengths.
 
     Stock passes token ids outside the vocabulary, empty prompts and impossible log-probability settings to the forward
-    pass. Ids that begin as those of the router's own warm-up requests would never be answered.
+    pass, and any grammar to its compiler. Ids that begin as those of the router's own warm-up requests would never be
+    answered. `custom_labels` of a body go into labels of stock's metrics unchecked: an unknown name ends the server, a
+    known one (`model_name`, ...) would make a series for every value that clients think of.
     """
 
     target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
@@ -32,7 +37,11 @@ class RefuseWhatTheModelCannotTake(Patch):
 
     @staticmethod
     def hook(self: Any, obj: Any, input_ids: Any) -> None:
-        fault = model_fault(obj, input_ids, self.model_config.vocab_size)
+        allowed = self.server_args.tokenizer_metrics_allowed_custom_labels or ()
+        try:
+            fault = model_fault(obj, input_ids, self.model_config.vocab_size) or labels_fault(obj, allowed)
+        except _WRONG_TYPE as error:
+            raise ValueError(f"The request has a bad parameter: {error}") from error
         if fault is not None:
             raise ValueError(fault)
 
@@ -72,15 +81,41 @@ class RefuseBatchesThatDoNotFit(Patch):
             if not self.is_single and self.batch_size:
                 # Every list that is too short lacks the last one.
                 self[self.batch_size - 1]
-            return result
+                # Stock keeps what it has made, and sets the default priority of all only after this.
+                self.__dict__.pop("_sub_obj_cache", None)
         except _WRONG_TYPE as error:
             raise ValueError(f"The request's parameters do not fit its prompts: {error}") from error
+        if self.is_single and not isinstance(self.rid, str):
+            raise ValueError("The request's parameters do not fit its prompts: rid of one prompt is to be a text.")
+        return result
+
+
+class RefuseBodiesThatFailTheirChecks(Patch):
+    """Answers a body on which stock's own checks of it stumble with a 400; stock with an empty 500.
+
+    Validators of stock's models take for granted that a chat completion is an object, and its `response_format`, too.
+    A router in front counts a 500 against the server, so that one client could have it taken out of service.
+    """
+
+    target = "fastapi.dependencies.utils.request_body_to_args"
+    kind = "around"
+
+    @staticmethod
+    async def hook(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from fastapi.exceptions import RequestValidationError
+
+        try:
+            return await original(*args, **kwargs)
+        except _WRONG_TYPE as error:
+            said = {"type": "wrong_type", "loc": ("body",), "msg": f"The body has a part of the wrong type: {error}"}
+            raise RequestValidationError([said]) from error
 
 
 REQUEST_CHECKS: tuple[type[Patch], ...] = (
     RefuseWhatTheModelCannotTake,
     RefuseWhatAnEngineCannotRead,
     RefuseBatchesThatDoNotFit,
+    RefuseBodiesThatFailTheirChecks,
 )
 
 
@@ -105,13 +140,33 @@ def model_fault(obj: Any, input_ids: Any, vocab_size: int) -> str | None:
     wanted = obj.sampling_params.get("max_new_tokens")
     if wanted is not None and type(wanted) is not int:
         return f"max_new_tokens must be a whole number, got {wanted!r}."
+    top_k = obj.sampling_params.get("top_k")
+    if top_k is not None and not -_INT32 <= top_k < _INT32:
+        return f"top_k must be -1 or at least 1, and below {_INT32}, got {top_k}."
     top = getattr(obj, "top_logprobs_num", None)
     if top is not None and not 0 <= top <= vocab_size:
         return f"The number of top log probabilities must be between 0 and the vocabulary's {vocab_size}, got {top}."
     start = getattr(obj, "logprob_start_len", None)
     if start is not None and start < -1:
         return f"logprob_start_len must be -1 or more, got {start}."
-    return None
+    return grammar_fault(obj.sampling_params)
+
+
+def labels_fault(obj: Any, allowed: Collection[str]) -> str | None:
+    """Why a request's labels cannot be labels of stock's metrics, or None.
+
+    Args:
+        obj: stock GenerateReqInput or EmbeddingReqInput.
+        allowed: names of `--tokenizer-metrics-allowed-custom-labels`.
+    """
+    unknown = sorted(set(getattr(obj, "custom_labels", None) or ()) - set(allowed))
+    if not unknown:
+        return None
+    shown = repr(unknown[0] if len(unknown[0]) <= 60 else f"{unknown[0][:60]}...")
+    return (
+        f"custom_labels: {shown} is no label that this server takes; leave it out, or start the server with "
+        "--tokenizer-metrics-allowed-custom-labels"
+    )
 
 
 def wire_fault(tokenized: Any) -> str | None:
