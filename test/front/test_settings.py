@@ -160,7 +160,7 @@ def test_batches_run_sequence_parallel_only_if_asked(tmp_path: Path) -> None:
         (["--adapt-sp", "-1"], "give auto, off, or from how many tokens on"),
         (["--adapt-sp", "often"], "give auto, off, or from how many tokens on"),
         (["--adapt-sp", "auto"], "there is no profile; measure both ways"),
-        (["--adapt-sp", "1", "--adapt-tp-sizes", "2"], "there is only TP 2; add another one to --adapt-tp-sizes"),
+        (["--adapt-sp", "1", "--adapt-tp-sizes", "2"], "there is only TP 2; add a smaller one to --adapt-tp-sizes"),
         (["--adapt-sp", "1", "--enable-two-batch-overlap"], "--enable-two-batch-overlap cannot be used"),
         (["--adapt-sp", "1", "--enable-torch-compile"], "--enable-torch-compile cannot be used"),
     ],

@@ -125,7 +125,10 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="engines of several GPUs run a batch of N tokens and more sequence-parallel, its tokens shared out to the "
         "GPUs, instead of tensor-parallel, in the same KV layout and without further memory for weights; 0: every "
-        "batch; auto: N by --adapt-profile, for each TP size (default: off, because it has not been measured on GPUs)",
+        "batch; auto: N by --adapt-profile, for each TP size. Each GPU works with the weights as an engine of the "
+        "smallest of --adapt-tp-sizes, t, does, so an engine of P GPUs cuts tokens P / t ways and weights t ways: with "
+        "1,4 as SP 4, with 2,4 as SP 2 x TP 2; engines of that size themselves run tensor-parallel (default: off, "
+        "because it has not been measured on GPUs)",
     )
     group.add_argument(
         "--adapt-request-log",
