@@ -63,7 +63,8 @@ def best_threshold(size: TpProfile, base_tp: int = 1) -> int | None:
     the threshold is then above them.
 
     Raises:
-        NoSequenceProfileError: nothing was measured of sequence-parallel batches on the weights as at TP size `base_tp`.
+        NoSequenceProfileError: nothing was measured of sequence-parallel batches on the weights as at TP size
+            `base_tp`.
     """
     if size.sequence is None:
         raise NoSequenceProfileError(f"of TP {size.tp} it has tensor-parallel batches only")

@@ -1,4 +1,4 @@
-"""Tokens for heads and back, and sums, between the ranks of an engine. Only their slices are padded, to equal length."""
+"""Tokens for heads and back, and sums, between an engine's ranks. Only their slices are padded, to equal length."""
 
 from __future__ import annotations
 
