@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from test_sequence_exchange import ThreadGroup
+from thread_groups import ThreadGroup
 
 from sglang_adapt.memory import allocate
 from sglang_adapt.upstream.sequence import group as groups

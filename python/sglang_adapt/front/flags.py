@@ -121,7 +121,7 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-sp",
         metavar="auto|off|N",
-        type=_sp,
+        type=sp_threshold,
         default=None,
         help="engines of several GPUs run a batch of N tokens and more sequence-parallel, its tokens shared out to the "
         "GPUs, instead of tensor-parallel, in the same KV layout and without further memory for weights; 0: every "
@@ -147,8 +147,8 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _sp(text: str) -> str | int | None:
-    """`auto`, a number of tokens, or None for off."""
+def sp_threshold(text: str) -> str | int | None:
+    """`auto`, a number of tokens, or None for off. Raises argparse.ArgumentTypeError."""
     if text in ("auto", "off"):
         return None if text == "off" else text
     if not text.isascii() or not text.isdigit():

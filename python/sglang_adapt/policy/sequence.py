@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sglang_adapt.core.profile import Profile, TpProfile
+from sglang_adapt.core.profile import Profile, SequenceProfile, TpProfile
 from sglang_adapt.policy.profile import MeasuredTimes, Times
 
 AUTO = "auto"
@@ -56,15 +56,11 @@ def measured_times(size: TpProfile, threshold: int | None = None, base_tp: int =
     return ShiftedTimes(tensor, sequence, threshold)
 
 
-def best_threshold(size: TpProfile, base_tp: int = 1) -> int | None:
-    """The smallest measured batch from which on sequence-parallel ones were quicker, or None if the largest was not.
-
-    Prompts say so, those without a cached beginning. Decode steps of more requests than that must not have been slower:
-    the threshold is then above them.
+def require_sequence(size: TpProfile, base_tp: int) -> SequenceProfile:
+    """What was measured of sequence-parallel batches on the weights as at TP size `base_tp`.
 
     Raises:
-        NoSequenceProfileError: nothing was measured of sequence-parallel batches on the weights as at TP size
-            `base_tp`.
+        NoSequenceProfileError: nothing.
     """
     if size.sequence is None:
         raise NoSequenceProfileError(f"of TP {size.tp} it has tensor-parallel batches only")
@@ -73,8 +69,21 @@ def best_threshold(size: TpProfile, base_tp: int = 1) -> int | None:
             f"of TP {size.tp} it has sequence-parallel batches where TP {size.sequence.base_tp} is the smallest size, "
             f"not TP {base_tp}"
         )
+    return size.sequence
+
+
+def best_threshold(size: TpProfile, base_tp: int = 1) -> int | None:
+    """The smallest measured batch from which on sequence-parallel ones were quicker, or None if the largest was not.
+
+    Prompts say so, those without a cached beginning. Decode steps of more requests than that must not have been slower:
+    the threshold is then above them.
+
+    Raises:
+        NoSequenceProfileError: as `require_sequence`.
+    """
+    measured = require_sequence(size, base_tp)
     tensor = {point.tokens: point.ms for point in size.prefill if point.prefix == 0}
-    sequence = {point.tokens: point.ms for point in size.sequence.prefill if point.prefix == 0}
+    sequence = {point.tokens: point.ms for point in measured.prefill if point.prefix == 0}
     threshold = None
     for tokens in sorted(tensor.keys() & sequence.keys(), reverse=True):
         if sequence[tokens] >= tensor[tokens]:
@@ -82,7 +91,7 @@ def best_threshold(size: TpProfile, base_tp: int = 1) -> int | None:
         threshold = tokens
     if threshold is None:
         return None
-    steps = {(point.batch, point.context): point.ms for point in size.sequence.decode}
+    steps = {(point.batch, point.context): point.ms for point in measured.decode}
     slower = [
         point.batch for point in size.decode if point.ms <= steps.get((point.batch, point.context), float("-inf"))
     ]
