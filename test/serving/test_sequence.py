@@ -49,7 +49,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def server(start: Callable[..., Server], case: Case) -> Server:
     return start(
-        f"sequences of {case.wide}",
+        f"sequences-{case.wide}",
         "--adapt-virtual-gpus",
         case.tp_sizes.split(",")[-1],
         "--adapt-tp-sizes",
