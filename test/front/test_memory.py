@@ -26,7 +26,10 @@ from sglang_adapt.upstream.weights.sizes import ModelSizes
 GB = 10**9
 H100 = "NVIDIA H100 80GB HBM3"
 SIZES = ModelSizes(
-    "32x4096", store_bytes=16 * GB, rank_bytes={1: 16 * GB, 2: 8 * GB}, kv_bytes_per_token={1: 131072, 2: 65536}
+    "32x4096",
+    store_bytes={1: 16 * GB, 2: 8 * GB, 4: 4 * GB},
+    rank_bytes={1: 16 * GB, 2: 8 * GB},
+    kv_bytes_per_token={1: 131072, 2: 65536},
 )
 
 

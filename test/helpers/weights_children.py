@@ -9,23 +9,23 @@ import numpy as np
 import torch
 from weights_engines import server_args_of
 
-from sglang_adapt.weights import Manifest, WeightsHandle, WeightStore
+from sglang_adapt.weights import WHOLE, Manifest, Part, WeightsHandle, WeightStore
 
 
-def filler_of(model: Path, finest_tp: int, **changes: Any) -> Any:
+def filler_of(model: Path, finest_tp: int, part: Part = WHOLE, **changes: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     from sglang_adapt.upstream.weights.fill import StoreFiller
 
-    return StoreFiller(ServerArgs(**server_args_of(model, **changes)), finest_tp, 0)
+    return StoreFiller(ServerArgs(**server_args_of(model, **changes)), finest_tp, 0, part)
 
 
 def layout_of(model: Path, finest_tp: int) -> Manifest:
     return filler_of(model, finest_tp).layout()
 
 
-def sizes_by_layout_and_configuration(model: Path, finest_tp: int) -> tuple[int, int]:
-    """Bytes of the store, by building the model and by its configuration alone."""
+def sizes_by_layout_and_configuration(model: Path, finest_tp: int) -> list[tuple[int, int]]:
+    """Bytes of the store by building the model and by its configuration alone: of all weights, and of a shard."""
     from sglang.srt.server_args import ServerArgs
 
     from sglang_adapt.upstream.weights.sizes import model_sizes
@@ -33,7 +33,8 @@ def sizes_by_layout_and_configuration(model: Path, finest_tp: int) -> tuple[int,
     allow_float32_with_fp8()
     sizes = model_sizes(ServerArgs(**server_args_of(model)), (1, finest_tp))
     assert not isinstance(sizes, str), sizes
-    return layout_of(model, finest_tp).nbytes, sizes.store_bytes
+    parts = (WHOLE, Part(finest_tp - 1, finest_tp))
+    return [(filler_of(model, finest_tp, part).layout().nbytes, sizes.store_bytes[part.of]) for part in parts]
 
 
 def layout_of_online_fp8(model: Path) -> Manifest:

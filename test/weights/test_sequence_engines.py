@@ -13,6 +13,7 @@ from weights_engines import EngineCase, EngineProcess, server_args_of
 from weights_models import MODELS
 
 from sglang_adapt.keeper import KeeperHandle
+from sglang_adapt.weights import Part
 
 pytestmark = pytest.mark.engine
 
@@ -80,7 +81,9 @@ def test_tokens_are_stocks_in_every_mode(
     with EngineProcess.start(context, EngineCase(args)) as engine:
         expected = talk(engine)
     assert len({token for ids in expected[: len(FIRST)] for token in ids}) > NEW_TOKENS / 2, "the model says something"
-    case = EngineCase(args, keeper(name, FINEST_TP).weights, sp_tokens=1, base_tp=base_tp)
+    # Each rank has the store that it would have where TP `base_tp` is the smallest size.
+    stores = tuple(keeper(name, FINEST_TP, part=Part(index, base_tp)).weights for index in range(base_tp))
+    case = EngineCase(args, stores, sp_tokens=1, base_tp=base_tp)
     with EngineProcess.start(context, case) as engine:
         ran = []
         for tokens, at_random in ((1, False), (ABOVE_DECODE, False), (None, False), (1, True)):

@@ -25,9 +25,9 @@ class LayoutError(ValueError):
 class EngineSpec:
     """One engine: `tp` GPUs from `first_gpu` on (GPU indices count from 0 within the deployment).
 
-    Which rank is on which GPU is the same for every engine of a TP size, and nests: where `small` divides `tp`, the part
-    of the model that a GPU has as a rank of `tp` is within the one that it has as a rank of `small` (see `nesting`). So
-    a GPU needs no other weights for wider engines, and KV that it has for one is what the other needs of it.
+    Which rank is on which GPU is the same for every engine of a TP size, and nests (see `nesting`): the part of the
+    model that a GPU has as a rank of a wide engine is within the one that it has as a rank of a narrow one. So wider
+    engines need no other weights on it, and of its KV they need the part that is theirs there.
     """
 
     first_gpu: int
