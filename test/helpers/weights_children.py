@@ -33,8 +33,11 @@ def sizes_by_layout_and_configuration(model: Path, finest_tp: int) -> list[tuple
     allow_float32_with_fp8()
     sizes = model_sizes(ServerArgs(**server_args_of(model)), (1, finest_tp))
     assert not isinstance(sizes, str), sizes
-    parts = (WHOLE, Part(finest_tp - 1, finest_tp))
-    return [(filler_of(model, finest_tp, part).layout().nbytes, sizes.store_bytes[part.of]) for part in parts]
+    filler, found = filler_of(model, finest_tp), []
+    for part in (WHOLE, Part(finest_tp - 1, finest_tp)):
+        filler._part = part
+        found.append((filler.layout().nbytes, sizes.store_bytes[part.of]))
+    return found
 
 
 def layout_of_online_fp8(model: Path) -> Manifest:
