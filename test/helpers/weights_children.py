@@ -66,12 +66,22 @@ def fill_without(model: Path, suffix: str, folder: Path) -> None:
     contents(folder, 2, "auto")
 
 
-def contents(model: Path, finest_tp: int, load_format: str) -> dict[str, np.ndarray]:
-    """Fill a store and return its parameters by name (as arrays: tensors would need this process to live on)."""
-    filler = filler_of(model, finest_tp, load_format=load_format)
+def contents(
+    model: Path, finest_tp: int, load_format: str, part: Part = WHOLE, fp8: bool = False
+) -> dict[str, np.ndarray]:
+    """Fill a store and return its parameters by name (as arrays: tensors would need this process to live on).
+
+    FP8 weights are returned as their bytes.
+    """
+    if fp8:
+        allow_float32_with_fp8()
+    filler = filler_of(model, finest_tp, part, load_format=load_format)
     with WeightStore.create(filler.layout(), "cpu") as store:
         filler.fill(store)
-        return {entry.name: store.full(entry.name).clone().numpy() for entry in store.manifest.entries}
+        found = {entry.name: store.full(entry.name).clone() for entry in store.manifest.entries}
+        return {
+            name: (one.view(torch.uint8) if one.dtype.itemsize == 1 else one).numpy() for name, one in found.items()
+        }
 
 
 def progress_of(model: Path, finest_tp: int) -> list[tuple[int, int]]:

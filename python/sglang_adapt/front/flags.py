@@ -37,8 +37,8 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-tp-sizes",
         metavar="N,N,...",
-        help="TP sizes whose engines are kept warm (default: powers of two up to the GPU count that the model's "
-        "heads allow)",
+        help="TP sizes whose engines are kept warm; of the weights a GPU has what an engine of the smallest one needs "
+        "(default: powers of two up to the GPU count that the model's heads allow)",
     )
     group.add_argument(
         "--adapt-layout",
