@@ -127,18 +127,22 @@ def test_shards_and_steps_of_layers_are_those_of_stock(
 
 
 @pytest.mark.parametrize(
-    ("name", "load_format"),
+    ("name", "finest_tp", "load_format"),
     [
-        ("llama_tied", "dummy"),
-        ("llama_fp8_tensor", "auto"),
-        *(pytest.param(name, "auto", marks=pytest.mark.full) for name in ("qwen2", "qwen3_moe", "qwen2_fp8")),
+        ("llama_tied", 4, "dummy"),
+        ("llama_fp8_tensor", 4, "auto"),
+        *(
+            pytest.param(name, 4, "auto", marks=pytest.mark.full)
+            for name in ("qwen2", "qwen3_moe", "llama_fp8_channel")
+        ),
+        pytest.param("qwen3_fp8", 2, "auto", marks=pytest.mark.full),
     ],
 )
 def test_a_part_is_what_all_weights_have_there(
-    context: ForkServerContext, model: Model, name: str, load_format: str
+    context: ForkServerContext, model: Model, name: str, finest_tp: int, load_format: str
 ) -> None:
     fp8 = MODELS[name].fp8 is not None
-    arguments = (model(name), 4, load_format)
+    arguments = (model(name), finest_tp, load_format)
     whole = in_child(context, children.contents, *arguments, WHOLE, fp8)
     part = in_child(context, children.contents, *arguments, Part(1, 2), fp8)
     assert part.keys() == whole.keys()
