@@ -234,9 +234,15 @@ def sequence_sizes(said: dict[str, int], known: Profile | None, key: ProfileKey,
     return sizes
 
 
-def with_sequences(known: Profile, measured: Sequence[TpProfile]) -> Profile:
-    """A profile with what was measured of sequence-parallel batches of some of its TP sizes."""
-    by_tp = {size.tp: SequenceProfile(size.prefill, size.decode) for size in measured}
+def with_sequences(known: Profile, measured: Sequence[TpProfile], base_tp: int) -> Profile:
+    """A profile with what was measured of sequence-parallel batches of some of its TP sizes.
+
+    Args:
+        known: the profile.
+        measured: in place of tensor-parallel batches those.
+        base_tp: the smallest TP size of the server, on whose shards of the weights they ran.
+    """
+    by_tp = {size.tp: SequenceProfile(size.prefill, size.decode, base_tp) for size in measured}
     return msgspec.structs.replace(
         known,
         sizes=tuple(msgspec.structs.replace(size, sequence=by_tp.get(size.tp, size.sequence)) for size in known.sizes),
@@ -288,7 +294,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
         finally:
             if len(said["tp_sizes"]) > 1:
                 await server.go_to(before)
-        return Profile(key, tuple(sizes)) if known is None else with_sequences(known, sizes)
+        return Profile(key, tuple(sizes)) if known is None else with_sequences(known, sizes, min(said["tp_sizes"]))
 
 
 async def _measure_size(

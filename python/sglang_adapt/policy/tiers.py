@@ -47,7 +47,7 @@ class TierSettings:
     def times(self, tp: int) -> Times:
         """How fast an engine of a TP size is. Raises NoTimesError."""
         if self.profile is not None:
-            return measured_times(self.profile.size(tp), self.sp_tokens.get(tp))
+            return measured_times(self.profile.size(tp), self.sp_tokens.get(tp), self.tp_sizes[0])
         for figures in self.figures:
             if figures.tp == tp:
                 return ReckonedTimes(figures, gpu_figures(self.key.gpu)[0])
