@@ -26,6 +26,7 @@ import aiohttp
 from layouts import Layouts
 from load import Request, run_load, summarize
 from server import Server, environment, write_json
+from sglang_adapt.core.layout import uniform_layout
 from shift_collectives import measure_collectives
 
 SYSTEMS = ("stock-dp", "stock-tp", "dp", "tp", "sp", "shift")
@@ -41,6 +42,9 @@ def main() -> None:
     parser.add_argument("--model-path", help="default: the demo model, for a run without GPUs")
     parser.add_argument("--vocab", type=int, default=1000, help="token ids are drawn below this")
     parser.add_argument("--gpus", type=int, default=2, help="of each system")
+    parser.add_argument(
+        "--smallest", type=int, default=1, help="TP size beside that of all GPUs; 2 of 4: sp runs as SP 2 x TP 2"
+    )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--threshold", type=int, default=2048, help="tokens of a batch, for shift")
     parser.add_argument("--input-tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
@@ -91,8 +95,14 @@ def _running(options: argparse.Namespace, flags: list[str], logs: Path) -> Itera
             with Server(system, "sglang.launch_server", [*model, *own, *flags], log, fair) as server:
                 yield system, server
     # The TP size that has all GPUs, and one to share the weights with.
-    ours = [*model, "--adapt-tp-sizes", f"1,{gpus}", *(["--adapt-virtual-gpus", str(gpus)] if options.virtual else [])]
-    layouts = {"dp": ",".join(f"tp1@{gpu}" for gpu in range(gpus)), "tp": f"tp{gpus}@0-{gpus - 1}"}
+    small = options.smallest
+    ours = [
+        *model,
+        "--adapt-tp-sizes",
+        f"{small},{gpus}",
+        *(["--adapt-virtual-gpus", str(gpus)] if options.virtual else []),
+    ]
+    layouts = {"dp": str(uniform_layout(small, gpus)), "tp": str(uniform_layout(gpus, gpus))}
     for name, sp, served in (
         ("ours off", "off", ("dp", "tp")),
         ("ours sp", "0", ("sp",)),

@@ -164,9 +164,10 @@ class Comparison:
         if self._options.profile is None and "profile" in self._result:
             path.write_text(json.dumps(self._result["profile"]))
         elif self._options.profile is None:
-            sizes = ["--longest", "512", "--repeats", "3"] if self._common.virtual else ["--longest", "8192"]
+            longest = "512" if self._common.virtual else "16500"
             with self._server("profile", to_profile(self._common)) as server:
                 command = [sys.executable, "-m", "sglang_adapt.profile", "--url", server.url, "--output", str(path)]
+                sizes = ["--longest", longest, "--repeats", "3"]
                 subprocess.run([*command, *sizes], check=True)
         self._result["profile"] = json.loads(path.read_text())
         write_json(self._options.json, self._result)

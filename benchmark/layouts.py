@@ -79,9 +79,11 @@ def blocks_by_gpu(engines: dict[str, dict[str, Any]]) -> dict[int, int]:
     """Blocks of each GPU that some engine has leased or nobody has; the rest are on the move or kept.
 
     Args:
-        engines: what `/adapt/engines` says of each, with TP 1 among them, whose free blocks are its GPU's.
+        engines: what `/adapt/engines` says of each. Free blocks of an engine are those of its GPU that has fewest, so
+            that they are right at TP 1, and else if the GPUs of the smallest engines have the same.
     """
     gpus = sorted({gpu for name in engines for gpu in gpus_of(name)})
-    free = {gpu: engines[f"tp1@{gpu}"]["free_blocks"] for gpu in gpus}
+    smallest = {gpu: min((len(gpus_of(name)), name) for name in engines if gpu in gpus_of(name))[1] for gpu in gpus}
+    free = {gpu: engines[smallest[gpu]]["free_blocks"] for gpu in gpus}
     leased = {gpu: sum(e["leased_blocks"] for name, e in engines.items() if gpu in gpus_of(name)) for gpu in gpus}
     return {gpu: free[gpu] + leased[gpu] for gpu in gpus}

@@ -56,7 +56,9 @@ def test_sequence_parallel_batches_are_added_to_a_profile(tmp_path: Path) -> Non
     known = Profile(KEY, (size(1, 8.0), size(2, 5.0)))
     assert sequence_sizes({}, None, KEY, file) == ()
     assert sequence_sizes({"2": 0}, known, KEY, file) == (2,)
-    both = with_sequences(known, [size(2, 3.0)])
+    both = with_sequences(known, [size(2, 3.0)], 1)
+    halves = with_sequences(known, [size(2, 3.0)], 2).size(2).sequence
+    assert halves is not None and halves.base_tp == 2
     assert both.size(1) == known.size(1)
     assert both.size(2).prefill == known.size(2).prefill
     assert both.size(2).sequence == SequenceProfile((PrefillPoint(16, 0, 3.0),), (DecodePoint(1, 24, 3.0),))

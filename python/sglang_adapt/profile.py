@@ -39,11 +39,12 @@ from sglang_adapt.core.profile import (
     write_profile,
 )
 
-_PREFILL = (16, 64, 256, 1024, 4096, 16384)
+_PREFILL = (16, 64, 256, 1024, 4096, 8192, 16384)
 _PREFIX = (0, 1024, 8192)
 _BATCH = (1, 4, 16, 64, 128)
 _CONTEXT = (64, 512, 4096)
 _STEPS = 24
+_WATCHED = 32
 _TIMEOUT_S = 600.0
 
 
@@ -104,6 +105,16 @@ def middle_step_ms(times: Sequence[Sequence[tuple[float, int]]]) -> float:
     return statistics.median(steps)
 
 
+def watched(count: int) -> set[int]:
+    """Which of `count` requests that decode together are streamed: the first, the last, and some between.
+
+    Tokens of all of them would keep this process busier than the engines, and its own time would be in the figures:
+    256 streams were seen with 15 ms a step, of engines that took 6.3.
+    """
+    most = min(count, _WATCHED)
+    return {round(at * (count - 1) / max(1, most - 1)) for at in range(most)}
+
+
 class NoOverlapError(ProfilingError):
     """Requests that were to decode together did not."""
 
@@ -136,12 +147,14 @@ class _Server:
     def prompt(self, tokens: int) -> list[int]:
         return [self._rng.randrange(10, self.vocab) for _ in range(tokens)]
 
-    async def stream(self, prompt: list[int], output: int) -> tuple[float, list[tuple[float, int]]]:
-        """(seconds when it was sent, (seconds, tokens) of each chunk)."""
+    async def stream(
+        self, prompt: list[int], output: int, *, each_token: bool = True
+    ) -> tuple[float, list[tuple[float, int]]]:
+        """(seconds when it was sent, (seconds, tokens) of each chunk); one chunk with all without `each_token`."""
         body = {
             "input_ids": prompt,
             "sampling_params": {"max_new_tokens": output, "temperature": 0, "ignore_eos": True},
-            "stream": True,
+            "stream": each_token,
         }
         sent, chunks = time.perf_counter(), []
         async with self._session.post(f"{self._url}/generate", json=body) as answer:
@@ -149,6 +162,9 @@ class _Server:
                 raise ProfilingError(
                     f"a request of {len(prompt)} tokens: {answer.status}: {(await answer.text())[:300]}"
                 )
+            if not each_token:
+                fields = await answer.json()
+                return sent, [(time.perf_counter(), fields["meta_info"]["completion_tokens"])]
             async for line in answer.content:
                 if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
                     fields = json.loads(line[5:])
@@ -177,9 +193,12 @@ class _Server:
         """
         output = _STEPS * 2
         while True:
-            streams = (self.stream(self.prompt(context), output) for _ in range(engines * batch))
+            count = engines * batch
+            seen = watched(count)
+            sent = (self.stream(self.prompt(context), output, each_token=at in seen) for at in range(count))
+            streams = await asyncio.gather(*sent)
             try:
-                return middle_step_ms([chunks for _, chunks in await asyncio.gather(*streams)])
+                return middle_step_ms([streams[at][1] for at in sorted(seen)])
             except NoOverlapError:
                 output *= 2
                 if context + output + 2 > longest:
@@ -215,9 +234,15 @@ def sequence_sizes(said: dict[str, int], known: Profile | None, key: ProfileKey,
     return sizes
 
 
-def with_sequences(known: Profile, measured: Sequence[TpProfile]) -> Profile:
-    """A profile with what was measured of sequence-parallel batches of some of its TP sizes."""
-    by_tp = {size.tp: SequenceProfile(size.prefill, size.decode) for size in measured}
+def with_sequences(known: Profile, measured: Sequence[TpProfile], base_tp: int) -> Profile:
+    """A profile with what was measured of sequence-parallel batches of some of its TP sizes.
+
+    Args:
+        known: the profile.
+        measured: in place of tensor-parallel batches those.
+        base_tp: the smallest TP size of the server, on whose shards of the weights they ran.
+    """
+    by_tp = {size.tp: SequenceProfile(size.prefill, size.decode, base_tp) for size in measured}
     return msgspec.structs.replace(
         known,
         sizes=tuple(msgspec.structs.replace(size, sequence=by_tp.get(size.tp, size.sequence)) for size in known.sizes),
@@ -269,7 +294,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
         finally:
             if len(said["tp_sizes"]) > 1:
                 await server.go_to(before)
-        return Profile(key, tuple(sizes)) if known is None else with_sequences(known, sizes)
+        return Profile(key, tuple(sizes)) if known is None else with_sequences(known, sizes, min(said["tp_sizes"]))
 
 
 async def _measure_size(

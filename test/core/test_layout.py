@@ -14,7 +14,9 @@ from sglang_adapt.core.layout import (
     candidate_engines,
     check_tp_sizes,
     default_tp_sizes,
+    nesting,
     parse_layout,
+    shard_on,
     uniform_layout,
 )
 
@@ -170,3 +172,21 @@ def test_any_text_is_a_layout_or_a_layout_error(text: str) -> None:
 
 def test_uniform() -> None:
     assert str(uniform_layout(2, 4)) == "tp2@0-1,tp2@2-3"
+
+
+@pytest.mark.parametrize("tp_sizes", [(1, 2, 4, 8), (2, 4), (2, 8), (4, 8, 16), (2, 6), (3, 9)])
+def test_what_a_gpu_has_of_the_model_nests(tp_sizes: tuple[int, ...]) -> None:
+    smallest, gpus = tp_sizes[0], 2 * tp_sizes[-1]
+    assert nesting(tp_sizes) == smallest
+    for spec in candidate_engines(tp_sizes, gpus):
+        assert sorted(spec.gpus) == list(range(spec.first_gpu, spec.first_gpu + spec.tp))
+        for rank, gpu in enumerate(spec.gpus):
+            assert shard_on(gpu, spec.tp) == rank
+            for narrow in (tp for tp in tp_sizes if tp <= spec.tp):
+                # Parts of the model as fractions of it.
+                assert rank * narrow // spec.tp == shard_on(gpu, narrow)
+
+
+def test_ranks_on_gpus_and_sizes_that_do_not_nest() -> None:
+    assert EngineSpec(4, 4).gpus == (4, 6, 5, 7) and EngineSpec(2, 2).gpus == (2, 3) and EngineSpec(3, 1).gpus == (3,)
+    assert nesting((3, 6)) == 1

@@ -26,7 +26,10 @@ from sglang_adapt.upstream.weights.sizes import ModelSizes
 GB = 10**9
 H100 = "NVIDIA H100 80GB HBM3"
 SIZES = ModelSizes(
-    "32x4096", store_bytes=16 * GB, rank_bytes={1: 16 * GB, 2: 8 * GB}, kv_bytes_per_token={1: 131072, 2: 65536}
+    "32x4096",
+    store_bytes={1: 16 * GB, 2: 8 * GB, 4: 4 * GB},
+    rank_bytes={1: 16 * GB, 2: 8 * GB},
+    kv_bytes_per_token={1: 131072, 2: 65536},
 )
 
 
@@ -52,6 +55,15 @@ def test_two_tp_sizes_share_one_copy_and_one_pool(tmp_path: Path) -> None:
         f"GPU 1 ({H100}): 84.00 GB free = weights 16.00 + keeper 0.50 + TP 1 engine 2.00 + TP 2 engine 4.00 + "
         "KV of idle engines 0.01 + KV 10.49 (80000 tokens) + 51.01 spare",
     ]
+
+
+def test_without_tp_1_a_gpu_has_a_part_of_the_weights(tmp_path: Path) -> None:
+    four = replace(h100s(tmp_path / "none", (20 * GB,) * 4), gpu_count=4, graph_batch={2: 0, 4: 0})
+    gpu, *_ = plan_lines(plan_for(four, (2, 4), 16))
+    assert gpu.startswith(f"GPU 0 ({H100}): 20.00 GB free = weights (1 of 2 parts) 8.00 + keeper 0.50 + TP 2 engine")
+    # Of virtual GPUs half have the one part and half the other.
+    host = replace(four, virtual=True, gpus=(FreeMemory("", 64 * GB, 64 * GB),))
+    assert "host memory: 64.00 GB free = weights 16.00 + 2 keepers " in plan_lines(plan_for(host, (2, 4), 16))[0]
 
 
 @pytest.mark.parametrize(("tp_sizes", "tokens"), [((1, 2), 80_000), ((1, 2), 80_015), ((1, 2, 4), 1600), ((2, 4), 48)])

@@ -152,6 +152,9 @@ def test_batches_run_sequence_parallel_only_if_asked(tmp_path: Path) -> None:
     assert made.config.sp_tokens == made.tiers.sp_tokens == {2: 2048, 4: 2048}
     assert made.sequences == tuple(f"TP {tp}: batches of 2048 tokens and more run sequence-parallel" for tp in (2, 4))
     assert settings("--adapt-sp", "off").sequences == ()
+    made = settings("--adapt-sp", "0", "--adapt-virtual-gpus", "4", "--adapt-tp-sizes", "2,4")
+    assert made.config.sp_tokens == {4: 0} and made.config.base_tp == 2
+    assert made.sequences[-1] == "TP 4: all batches run sequence-parallel, 2 ways by tokens and 2 ways by weights"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,8 @@ def test_batches_run_sequence_parallel_only_if_asked(tmp_path: Path) -> None:
         (["--adapt-sp", "-1"], "give auto, off, or from how many tokens on"),
         (["--adapt-sp", "often"], "give auto, off, or from how many tokens on"),
         (["--adapt-sp", "auto"], "there is no profile; measure both ways"),
-        (["--adapt-sp", "1", "--adapt-tp-sizes", "2"], "there is only TP 2; add another one to --adapt-tp-sizes"),
+        (["--adapt-sp", "1", "--adapt-tp-sizes", "2"], "there is only TP 2; add a smaller one to --adapt-tp-sizes"),
+        (["--adapt-sp", "1", "--adapt-tp-sizes", "1"], "there is only TP 1; add a larger one to --adapt-tp-sizes"),
         (["--adapt-sp", "1", "--enable-two-batch-overlap"], "--enable-two-batch-overlap cannot be used"),
         (["--adapt-sp", "1", "--enable-torch-compile"], "--enable-torch-compile cannot be used"),
     ],

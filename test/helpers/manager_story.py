@@ -26,6 +26,8 @@ class Line:
     def __init__(self, step_ms: float, request_ms: float) -> None:
         self._step_ms, self._request_ms = step_ms, request_ms
 
+    latency_ms = 0.0
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return 2.0 + 0.02 * tokens if tokens > 0 else 0.0
 

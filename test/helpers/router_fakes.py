@@ -43,6 +43,7 @@ class World:
         self.taken: Callable[[str], None] = lambda rid: None
         self.received: dict[str, list[bytes]] = {}
         self.on_long: Callable[[], None] = lambda: None
+        self.on_placing: Callable[[str, Engine], None] = lambda rid, engine: None
         self.router = Router(
             parse_layout(layout, (1, 2), gpus),
             Outlets(
@@ -56,6 +57,7 @@ class World:
                 long_waits=lambda: self.on_long(),
                 ended=lambda engine: self.ended(engine),
                 taken=lambda rid: self.taken(rid),
+                placing=lambda rid, engine: self.on_placing(rid, engine),
             ),
             admission=admission,
             lengths=lengths,
@@ -130,8 +132,8 @@ class World:
 
     def _check_sums(self, admission: Admission) -> None:
         """What admission has added up is what there is."""
-        tickets = list(admission._tickets.values())
-        assert admission._ticketed == Counter(ticket.request.terms.tier for ticket in tickets)
+        tickets = list(admission._tickets.open.values())
+        assert admission._tickets.of_tier == Counter(ticket.request.terms.tier for ticket in tickets)
         for holder in self.router._holders():
             records = [admission._records[rid] for rid in holder.in_flight]
             promised = [record for record in records if record.decision.outcome is Outcome.FEASIBLE]

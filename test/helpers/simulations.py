@@ -19,6 +19,8 @@ class Line:
     def __init__(self, batch: float, token: float, step: float, request: float) -> None:
         self._batch, self._token, self._step, self._request = batch, token, step, request
 
+    latency_ms = 0.0
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return self._batch + self._token * tokens if tokens > 0 else 0.0
 

@@ -9,23 +9,23 @@ import numpy as np
 import torch
 from weights_engines import server_args_of
 
-from sglang_adapt.weights import Manifest, WeightsHandle, WeightStore
+from sglang_adapt.weights import WHOLE, Manifest, Part, WeightsHandle, WeightStore
 
 
-def filler_of(model: Path, finest_tp: int, **changes: Any) -> Any:
+def filler_of(model: Path, finest_tp: int, part: Part = WHOLE, **changes: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     from sglang_adapt.upstream.weights.fill import StoreFiller
 
-    return StoreFiller(ServerArgs(**server_args_of(model, **changes)), finest_tp, 0)
+    return StoreFiller(ServerArgs(**server_args_of(model, **changes)), finest_tp, 0, part)
 
 
 def layout_of(model: Path, finest_tp: int) -> Manifest:
     return filler_of(model, finest_tp).layout()
 
 
-def sizes_by_layout_and_configuration(model: Path, finest_tp: int) -> tuple[int, int]:
-    """Bytes of the store, by building the model and by its configuration alone."""
+def sizes_by_layout_and_configuration(model: Path, finest_tp: int) -> list[tuple[int, int]]:
+    """Bytes of the store by building the model and by its configuration alone: of all weights, and of a shard."""
     from sglang.srt.server_args import ServerArgs
 
     from sglang_adapt.upstream.weights.sizes import model_sizes
@@ -33,7 +33,11 @@ def sizes_by_layout_and_configuration(model: Path, finest_tp: int) -> tuple[int,
     allow_float32_with_fp8()
     sizes = model_sizes(ServerArgs(**server_args_of(model)), (1, finest_tp))
     assert not isinstance(sizes, str), sizes
-    return layout_of(model, finest_tp).nbytes, sizes.store_bytes
+    filler, found = filler_of(model, finest_tp), []
+    for part in (WHOLE, Part(finest_tp - 1, finest_tp)):
+        filler._part = part
+        found.append((filler.layout().nbytes, sizes.store_bytes[part.of]))
+    return found
 
 
 def layout_of_online_fp8(model: Path) -> Manifest:
@@ -62,12 +66,22 @@ def fill_without(model: Path, suffix: str, folder: Path) -> None:
     contents(folder, 2, "auto")
 
 
-def contents(model: Path, finest_tp: int, load_format: str) -> dict[str, np.ndarray]:
-    """Fill a store and return its parameters by name (as arrays: tensors would need this process to live on)."""
-    filler = filler_of(model, finest_tp, load_format=load_format)
+def contents(
+    model: Path, finest_tp: int, load_format: str, part: Part = WHOLE, fp8: bool = False
+) -> dict[str, np.ndarray]:
+    """Fill a store and return its parameters by name (as arrays: tensors would need this process to live on).
+
+    FP8 weights are returned as their bytes.
+    """
+    if fp8:
+        allow_float32_with_fp8()
+    filler = filler_of(model, finest_tp, part, load_format=load_format)
     with WeightStore.create(filler.layout(), "cpu") as store:
         filler.fill(store)
-        return {entry.name: store.full(entry.name).clone().numpy() for entry in store.manifest.entries}
+        found = {entry.name: store.full(entry.name).clone() for entry in store.manifest.entries}
+        return {
+            name: (one.view(torch.uint8) if one.dtype.itemsize == 1 else one).numpy() for name, one in found.items()
+        }
 
 
 def progress_of(model: Path, finest_tp: int) -> list[tuple[int, int]]:

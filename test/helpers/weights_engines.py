@@ -60,15 +60,17 @@ class EngineCase:
 
     Attributes:
         server_args: keyword arguments of stock's Engine.
-        weights: the store to run on; None for an engine that loads its own.
+        weights: the stores to run on, of equal parts of the weights; None for an engine that loads its own.
         ignore_block_order: read fused outputs as if they were in stock order (to see that it matters).
         sp_tokens: tokens of a batch from which it runs sequence-parallel; None for an engine that cannot.
+        base_tp: TP size whose shards of the weights such a batch runs on.
     """
 
     server_args: dict[str, Any]
-    weights: WeightsHandle | None = None
+    weights: WeightsHandle | tuple[WeightsHandle, ...] | None = None
     ignore_block_order: bool = False
     sp_tokens: int | None = None
+    base_tp: int = 1
 
 
 @dataclass
@@ -142,7 +144,7 @@ def _serve(case: EngineCase, pipe: Connection) -> None:
 
     class ForkedEngine(Engine):
         run_scheduler_process_func = staticmethod(
-            partial(run_scheduler, case.weights, case.ignore_block_order, case.sp_tokens)
+            partial(run_scheduler, case.weights, case.ignore_block_order, case.sp_tokens, case.base_tp)
         )
 
     mp.set_start_method("fork", force=True)
@@ -164,7 +166,16 @@ def _serve(case: EngineCase, pipe: Connection) -> None:
 
 
 def run_scheduler(
-    weights: WeightsHandle | None, ignore_block_order: bool, sp_tokens: int | None, *args: Any, **kwargs: Any
+    weights: WeightsHandle | tuple[WeightsHandle, ...] | None,
+    ignore_block_order: bool,
+    sp_tokens: int | None,
+    base_tp: int,
+    server_args: Any,
+    port_args: Any,
+    gpu_id: int,
+    tp_rank: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Stock's scheduler process, on shared weights if there are any."""
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
@@ -174,13 +185,14 @@ def run_scheduler(
     from sglang_adapt.upstream.weights.attach import KeepHeadCounts, use_store
 
     if weights is not None:
-        use_store(weights, sp_tokens)
+        stores = (weights,) if isinstance(weights, WeightsHandle) else weights
+        use_store(stores[tp_rank * len(stores) // server_args.tp_size], sp_tokens, base_tp)
         Scheduler.set_sp, Scheduler.write_sp = _set_sp, _write_sp
     else:
         PATCHES.apply(KeepHeadCounts)
     if ignore_block_order:
         bind.read_block_order = lambda model, finest_tp: bind.BlockOrderReport()
-    run_scheduler_process(*args, **kwargs)
+    run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 
 def _set_sp(scheduler: Any, tokens: int | None, at_random: bool) -> None:

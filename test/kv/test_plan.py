@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from kv_world import World, worlds_with_batches
 
+from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.kv.copiers import CpuCopier
 from sglang_adapt.kv.copy import DirectExecutor
 from sglang_adapt.kv.geometry import QUANTUM, PoolGeometry
@@ -93,6 +94,17 @@ def test_heads_that_the_destination_gpu_has_are_read_there() -> None:
     (plan,) = build_plans(world.geometry, [batch])
     assert plan.gpu == 1
     assert plan.plane_bytes_to() == {0: 64 * 4 * 16, 1: 64 * 4 * 16}
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [(1, 2), (2, 4), (1, 4), (2, 8)])
+def test_of_what_a_wider_engine_needs_of_a_gpu_its_own_rank_takes_all(narrow: int, wide: int) -> None:
+    """Each GPU of the narrow engine sends equal parts to wide / narrow GPUs, of which it is one itself."""
+    world = World(pool(), 8, seed=0)
+    source, dest = EngineSpec(0, narrow).gpus, EngineSpec(0, wide).gpus
+    plans = build_plans(world.geometry, [CopyBatch(source, dest, (world.request("a", source, dest, 0, 64),))])
+    assert [plan.gpu for plan in plans] == sorted(source)
+    for plan in plans:
+        assert plan.plane_bytes_to() == dict.fromkeys(range(plan.gpu, wide, narrow), 64 * 8 // wide * 16)
 
 
 def test_replicas_of_a_head_are_read_on_the_same_gpu_first_and_share_the_rest() -> None:

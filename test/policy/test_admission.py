@@ -35,6 +35,8 @@ LOOSE = Job(1000, 200, 300.0, 20.0)
 class Linear:
     """A token of a prompt takes 1 ms, a step 1 ms a request."""
 
+    latency_ms = 0.0
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return tokens
 
@@ -131,6 +133,24 @@ def test_room_that_costs_no_target() -> None:
     # However long its prompt, an engine that does nothing takes it.
     assert room_for(Job(10_000, 1, None, None), [idle], 120.0) == 0
     assert room_for(job, [Load("d", Linear(), 4, bounds=Bounds(1, 1 << 20, 4))], 1e9) is None
+
+
+def test_a_long_prompt_without_a_promise_is_read_in_parts_beside_what_was_promised() -> None:
+    """A prompt of 3,000 tokens takes more than the time over which shares are reckoned: whole, it fits nowhere."""
+    job = Job(3000, 10, None, None)
+    busy = Load("a", Linear(), 3, 0, 0.0, tightest_tpot_ms=6.0, bounds=Bounds(1, 1024, 64), decoding=3)
+    assert forecast(job, busy).others_tpot_ms > 0.75 * 6.0
+    # Parts of 4 tokens beside four steps of 4 ms: 3,000 / 4 x (4 + 16) = 15,000 ms.
+    assert room_for(job, [busy], 15_000.0) == 0
+    assert room_for(job, [busy], 14_999.0) is None, "the next prompt with a promise would come late"
+    assert room_for(job, [replace(busy, prefill_tokens=1)], 1e9) is None, "one at a time"
+    assert room_for(job, [replace(busy, requests=4, decoding=4)], 1e9) is None, "five steps are above 4.5 ms"
+    # A step of 4 ms leaves 5.6 ms for four of them: pages of 16 tokens do not fit.
+    assert room_for(job, [replace(busy, bounds=Bounds(16, 1024, 64))], 1e9) is None
+    # A short prompt waits until less has been read of late.
+    assert room_for(Job(100, 10, None, None), [replace(busy, prefill_ms=1500.0)], 1e9) is None
+    # The same for a target that is to be expected, if something was promised there.
+    assert room_for(job, [replace(busy, tightest_tpot_ms=50.0, guard_ms=6.0)], 15_000.0) == 0
 
 
 def test_room_is_left_for_what_is_to_be_expected() -> None:

@@ -129,6 +129,8 @@ def test_prompts_that_are_cut_cost_more() -> None:
     class Steps(ReckonedTimes):
         """Every read of prompts costs 10 ms, however short."""
 
+        latency_ms = 0.0
+
         def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
             return 10.0 + 0.01 * tokens if tokens > 0 else 0.0
 

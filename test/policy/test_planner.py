@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_adapt.core.layout import Layout, parse_layout, uniform_layout
-from sglang_adapt.policy.assign import greedy, place
+from sglang_adapt.policy.assign import greedy, place, tiers_of
 from sglang_adapt.policy.demand import Arrivals, Demand, Terms, Unfinished, Window, demands
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.limits import Bounds
@@ -29,6 +29,8 @@ class Line:
 
     def __init__(self, prefill_ms: float, token_ms: float, step_ms: float, request_ms: float) -> None:
         self._figures = (prefill_ms, token_ms, step_ms, request_ms)
+
+    latency_ms = 0.0
 
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return self._figures[0] + self._figures[1] * tokens if tokens > 0 else 0.0
@@ -221,6 +223,29 @@ def test_a_switch_that_costs_more_than_it_gains_is_not_made() -> None:
     assert moves(follow(situation(demand(10.0), running=running), 10)) == 1
 
 
+def test_a_gain_that_has_been_missed_long_enough_pays_for_a_switch() -> None:
+    """What runs makes a switch dear as long as the load lasts; the layout that carries more is gone over to even so."""
+    asked = demand(200.0)
+    running = {FOUR: Running(requests=200, kv_bytes=1e9)}
+    now = replace(situation(asked, layout=FOUR), running=running, price=Price(500.0, 1e11))
+    plans = []
+    for _ in range(60):
+        plans.append(plan(now))
+        if plans[-1].move:
+            break
+        now = replace(now, history=plans[-1].history)
+    assert "but a switch would cost" in plans[0].reason and plans[-1].move
+    assert 5 < len(plans) < 60
+    assert str(plans[-1].layout) == ONES
+
+
+def test_prompts_of_different_lengths_queue_longer() -> None:
+    even = demand(1.0, "strict", 33.0, 20.0)
+    known, spread = (estimate(one, SPEEDS[0]) for one in (even, replace(even, prompt_spread=2.0)))
+    assert 0 < spread.capacity_rps < known.capacity_rps
+    assert spread.alone_ms == pytest.approx(known.alone_ms)
+
+
 def test_a_price_is_learned_from_switches() -> None:
     price = CHEAP
     for _ in range(30):
@@ -246,6 +271,18 @@ def test_tiers_of_which_each_needs_another_layout_take_turns() -> None:
 
 def row(asked: Demand, offered: float) -> Row:
     return Row(asked, offered, {one.tp: estimate(asked, one) for one in SPEEDS})
+
+
+def test_a_tier_has_all_engines_on_which_its_targets_can_be_met() -> None:
+    layout = parse_layout("tp2@0-1,tp1@2,tp1@3", (1, 2, 4), 4)
+    loose, strict = demand(50.0, "loose", 3000, 40), demand(1.0, "strict", 400, 8, weight=4)
+    # Steps of 8 ms at TP 1, 5 ms at TP 2.
+    rows = [row(loose, 50.0), row(strict, 1.0)]
+    assert tiers_of(layout, rows) == {"tp2@0-1": ("loose", "strict"), "tp1@2": ("loose",), "tp1@3": ("loose",)}
+    # A tier that no engine of the layout can serve is on all of them, and so are all where no tier belongs.
+    narrow = parse_layout("tp1@0,tp1@1,tp1@2,tp1@3", (1, 2, 4), 4)
+    assert set(tiers_of(narrow, rows).values()) == {("loose", "strict")}
+    assert tiers_of(layout, rows[1:]) == dict.fromkeys(("tp2@0-1", "tp1@2", "tp1@3"), ("strict",))
 
 
 def test_engines_that_serve_stay() -> None:
@@ -412,6 +449,14 @@ def test_a_burst_counts_at_once_and_a_pause_does_not() -> None:
 
     assert of(1, 1, 1, 20, 20) == 20
     assert of(20, 20, 20, 1, 1) == pytest.approx(12.4)
+
+
+def test_the_spread_of_prompts_is_that_of_the_windows() -> None:
+    seen = [Window(1.0, {"all": Arrivals(2, 400, 100**2 + 300**2)}), Window(1.0, {"all": Arrivals(2, 400, 2 * 200**2)})]
+    (first,) = demands([Terms("all")], seen, {}, {})
+    assert first.prompt_spread == pytest.approx(0.125)  # A variance of 5,000, by 200 squared.
+    (later,) = demands([Terms("all")], [Window(1.0, {})], {}, {"all": first})
+    assert later.prompt_spread == first.prompt_spread
 
 
 def test_lengths_are_remembered_when_nothing_comes() -> None:

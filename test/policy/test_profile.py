@@ -22,50 +22,14 @@ from sglang_adapt.core.profile import (
     write_profile,
 )
 from sglang_adapt.policy.profile import (
-    OUTSIDE_MARGIN,
     Corrected,
     Correction,
-    Grid,
     MeasuredTimes,
     ModelFigures,
     ReckonedTimes,
     gpu_figures,
     shared_corrections,
 )
-
-sizes = st.integers(0, 5000)
-points = st.lists(st.tuples(sizes, sizes, st.integers(1, 10_000)), min_size=1, max_size=12)
-
-
-@given(points, sizes, sizes, sizes, sizes)
-@settings(deadline=None)
-def test_grid_never_falls(known: list[tuple[int, int, int]], x: int, y: int, dx: int, dy: int) -> None:
-    grid = Grid(known)
-    assert grid.at(x + dx, y + dy) >= grid.at(x, y) - 1e-6 * grid.at(x, y)
-
-
-@given(points)
-@settings(deadline=None)
-def test_grid_is_never_below_what_was_measured(known: list[tuple[int, int, int]]) -> None:
-    grid = Grid(known)
-    for x, y, ms in known:
-        assert grid.at(x, y) >= ms - 1e-9
-
-
-def test_grid_between_below_and_above() -> None:
-    grid = Grid([(10, 0, 10.0), (20, 0, 30.0), (40, 0, 50.0)])
-    assert grid.at(15, 0) == pytest.approx(20.0)
-    assert grid.at(1, 0) == 10.0
-    # The steepest slope was 2 ms a token, not the last one's 1.
-    assert grid.at(50, 0) == pytest.approx(50.0 + 10 * 2 * OUTSIDE_MARGIN)
-    assert Grid([(10, 5, 10.0)]).at(20, 5) == pytest.approx(10.0 + 10 * OUTSIDE_MARGIN)
-
-
-def test_cells_that_were_not_measured_are_not_faster_than_smaller_ones() -> None:
-    grid = Grid([(1, 100, 5.0), (8, 800, 9.0), (8, 8000, 20.0)])
-    assert grid.at(1, 8000) == 20.0
-    assert grid.at(8, 100) == 9.0
-
 
 KEY = ProfileKey("llama", "bfloat16", "NVIDIA H100 80GB HBM3", "0.5.17", "2.11.0", "fa3")
 TP1 = TpProfile(1, (PrefillPoint(100, 0, 10.0), PrefillPoint(200, 0, 18.0)), (DecodePoint(1, 100, 7.0),))

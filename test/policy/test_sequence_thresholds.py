@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, SequenceProfile, TpProfile
@@ -68,7 +69,7 @@ def test_what_is_asked_for_each_tp_size() -> None:
     assert thresholds(0, (1, 2, 4), None) == {2: 0, 4: 0}
     assert thresholds(AUTO, (1, 2), profile) == {2: 1024}
     never = Profile(KEY, (size((9, 20, 80, 320)),))
-    assert thresholds(AUTO, (2,), never) == {}
+    assert thresholds(AUTO, (1, 2), never) == {}
     assert "TP 2: all batches run tensor-parallel" in sequence_lines(AUTO, (1, 2), {})[0]
     assert sequence_lines(AUTO, (1, 2), {2: 1024}) == ["TP 2: batches of 1024 tokens and more run sequence-parallel"]
     assert sequence_lines(0, (1, 2), {2: 0}) == ["TP 2: all batches run sequence-parallel"]
@@ -76,7 +77,32 @@ def test_what_is_asked_for_each_tp_size() -> None:
     with pytest.raises(NoSequenceProfileError, match="no profile"):
         thresholds(AUTO, (1, 2), None)
     with pytest.raises(NoSequenceProfileError, match="of TP 2 it has tensor-parallel batches only"):
-        thresholds(AUTO, (2,), Profile(KEY, (size(None),)))
+        thresholds(AUTO, (1, 2), Profile(KEY, (size(None),)))
+
+
+def test_the_smallest_size_is_what_weights_are_cut_into() -> None:
+    assert thresholds(0, (2, 4, 8), None) == {4: 0, 8: 0}
+    assert sequence_lines(0, (2, 4, 8), {4: 0, 8: 0}) == [
+        "TP 2: all batches run tensor-parallel: it is the smallest TP size",
+        "TP 4: all batches run sequence-parallel, 2 ways by tokens and 2 ways by weights",
+        "TP 8: all batches run sequence-parallel, 4 ways by tokens and 2 ways by weights",
+    ]
+
+
+def test_what_was_measured_with_other_shards_of_the_weights_says_nothing() -> None:
+    whole = size((8, 12, 30, 100))
+    assert whole.sequence is not None
+    halves = replace_sequence(whole, base_tp=2)
+    assert best_threshold(halves, base_tp=2) == 1024
+    with pytest.raises(NoSequenceProfileError, match="where TP 1 is the smallest size, not TP 2"):
+        thresholds(AUTO, (2, 4), Profile(KEY, (msgspec.structs.replace(whole, tp=4),)))
+    assert measured_times(halves, 1024, 2).prefill_ms(4096) == measured_times(whole, 1024).prefill_ms(4096) == 100
+    assert measured_times(halves, 1024).prefill_ms(4096) == measured_times(whole, 1024, 2).prefill_ms(4096) == 160
+
+
+def replace_sequence(size: TpProfile, base_tp: int) -> TpProfile:
+    assert size.sequence is not None
+    return msgspec.structs.replace(size, sequence=msgspec.structs.replace(size.sequence, base_tp=base_tp))
 
 
 def test_times_are_those_of_the_way_that_is_taken() -> None:
@@ -95,6 +121,8 @@ def test_admission_and_planner_are_given_those_times() -> None:
     settings = TierSettings(None, None, KEY, (1, 2), 2, profile, (), sp_tokens={2: 1024})
     assert [settings.times(tp).prefill_ms(4096) for tp in (1, 2)] == [320, 100]
     assert replace(settings, sp_tokens={}).times(2).prefill_ms(4096) == 160
+    halves = Profile(KEY, (replace_sequence(size((8, 12, 30, 100)), base_tp=2),))
+    assert replace(settings, profile=halves).times(2).prefill_ms(4096) == 160
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 16, 700, 1024])

@@ -194,3 +194,18 @@ def test_what_an_engine_says_unasked_is_passed_on() -> None:
     [(name, payload)] = heard
     assert name == "tp2@0-1"
     assert msgspec.convert(payload, Prefilled) == told
+
+
+def test_a_call_that_is_begun_is_sent_before_what_is_sent_next() -> None:
+    async def main() -> None:
+        engine = Engine()
+        answer = engine.calls.begin("tp2@0-1", "limits", {}, 7)
+        assert engine.sent == [EngineCall(1, 7, "limits", {})]
+        engine.reply(OK)
+        assert await answer == [{"pages": [1, 2]}]
+        engine.up = False
+        with pytest.raises(EngineGoneError, match="is down"):
+            await engine.calls.begin("tp2@0-1", "limits", {}, 7)
+        assert len(engine.sent) == 1 and not engine.calls._open
+
+    asyncio.run(main())

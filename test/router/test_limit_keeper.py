@@ -1,8 +1,9 @@
-"""Engines are told their limits when these change, once, and again after a start or a failure."""
+"""Engines are told limits when they change, once, before what needs them, and again after a start or a failure."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -22,14 +23,19 @@ class Told:
         self.calls: list[dict[str, Any]] = []
         self.killed: list[str] = []
         self.error: Exception | None = None
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.keeper = LimitKeeper(
-            lambda engine: self.wanted, self._call, lambda engine, why: self.killed.append(why), int
+            lambda engine: self.wanted, self._begin, lambda engine, why: self.killed.append(why), int
         )
 
-    async def _call(self, engine: str, name: str, payload: dict[str, Any], epoch: int) -> list[dict[str, Any]]:
+    def _begin(self, engine: str, name: str, payload: dict[str, Any], epoch: int) -> Awaitable[list[dict[str, Any]]]:
         assert (engine, name, epoch) == ("tp1@0", "limits", 0)
         self.calls.append(payload)
-        await asyncio.sleep(0)
+        return self._answer()
+
+    async def _answer(self) -> list[dict[str, Any]]:
+        await self.answers.wait()
         if self.error is not None:
             raise self.error
         return [{}]
@@ -39,7 +45,7 @@ class Told:
         self.wanted = wanted
         self.keeper.refresh([self.engine])
         self.keeper.refresh([self.engine])
-        await asyncio.gather(*self.keeper._telling.values())
+        await asyncio.gather(*self.keeper._tasks)
         return len(self.calls)
 
 
@@ -70,5 +76,24 @@ def test_what_was_not_done_is_told_again(error: Exception, killed: list[str]) ->
         told.error = None
         assert await told.refresh(Limits(64, 3)) == 2
         assert await told.refresh(Limits(64, 3)) == 2
+
+    asyncio.run(run())
+
+
+def test_what_is_sent_next_finds_its_limits_there_while_others_are_not_answered() -> None:
+    async def run() -> None:
+        told = Told()
+        told.answers.clear()
+        told.keeper.tell(told.engine, Limits(64, 3))
+        # It has been sent before `tell` returns; what is only due waits for the answer.
+        assert len(told.calls) == 1
+        told.wanted = Limits(128, 3)
+        told.keeper.refresh([told.engine])
+        assert len(told.calls) == 1
+        told.keeper.tell(told.engine, Limits(32, 3))
+        told.keeper.tell(told.engine, Limits(32, 3))
+        assert [call["prefill_tokens"] for call in told.calls] == [64, 32]
+        told.answers.set()
+        assert await told.refresh(Limits(32, 3)) == 2
 
     asyncio.run(run())

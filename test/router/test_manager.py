@@ -152,7 +152,15 @@ def test_tiers_of_engines_that_are_down_are_promised_on_the_others() -> None:
         story.arrive(400, "loose")
         await story.window(400, "strict")
         assert story.layout == ONES
-        assert story.manager.said()["planner"]["tiers"] == {"tp1@0": ["loose"], "tp1@1": ["strict"]}
+        # Both meet their targets on either engine.
+        both = ["loose", "strict"]
+        assert story.manager.said()["planner"]["tiers"] == {"tp1@0": both, "tp1@1": both}
+        assert story.assigned == {"tp1@0": frozenset(both), "tp1@1": frozenset(both)}
+        # As if they did so on one each.
+        decided = story.manager._plan
+        assert decided is not None
+        story.manager._plan = replace(decided, serving={"tp1@0": ("loose",), "tp1@1": ("strict",)})
+        story.manager.reassign()
         alone = {"tp1@0": frozenset({"loose"}), "tp1@1": frozenset({"strict"})}
         assert story.assigned == alone
         story.node.die("tp1@0")

@@ -17,9 +17,12 @@ from sglang_adapt.core.messages import AdmitRequest, RequestReport
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
 from sglang_adapt.core.slo import SloConfig, Terms, Tier, WhenInfeasible, request_terms
 from sglang_adapt.policy.admission import Outcome
+from sglang_adapt.policy.demand import Arrivals, Unfinished
 from sglang_adapt.policy.limits import OPEN, Bounds, Limits
 from sglang_adapt.policy.tiers import TierSettings
-from sglang_adapt.router.admission import TICKET_MS, Admission
+from sglang_adapt.router.admission import Admission
+from sglang_adapt.router.tickets import TICKET_MS
+from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
 
 CONFIG = SloConfig(
@@ -49,14 +52,14 @@ PROFILE = Profile(
 class Tiered(World):
     """A world with tiers and a clock that the test sets."""
 
-    def __init__(self, layout: str = "tp1@0,tp1@1") -> None:
+    def __init__(self, layout: str = "tp1@0,tp1@1", slots: int = 16) -> None:
         self.now = 1000.0
         self.reports: list[RequestReport] = []
         settings = TierSettings(CONFIG, "test", KEY, (1, 2), 2, PROFILE, ())
         self.admission = Admission(
             settings,
             {"tp1@0": 1, "tp1@1": 1, "tp2@0-1": 2},
-            dict.fromkeys((1, 2), Bounds(1, 512, 16)),
+            dict.fromkeys((1, 2), Bounds(1, 512, slots)),
             self.reports.append,
             lambda: self.now,
         )
@@ -71,7 +74,7 @@ class Tiered(World):
         self._tickets += 1
         terms = request_terms(CONFIG, tier)
         request = AdmitRequest(self._tickets, terms, tokens, 4, self.now)
-        answer = self.admission.ask(request, self.router.serving())
+        answer = self.router.ask(request)
         return request, answer.admitted, answer.retry_after_s
 
     def arrive(self, rid: str, tier: str, tokens: int = 8) -> bool:
@@ -124,6 +127,21 @@ def test_a_tier_that_would_rather_not_wait_is_refused_before_it_is_tokenized() -
     world.finish("tp2@0-1", "long")
     world.now += 5000
     assert world.ask("picky", 60)[1]
+
+
+def test_the_planner_is_told_what_is_refused() -> None:
+    world = Tiered("tp2@0-1")
+    traffic = world.router._traffic = Traffic(world.admission.tier_of, lambda: world.now / 1000)
+    assert world.arrive("a", "picky", tokens=80)
+    for number in range(3):
+        assert not world.arrive(f"r{number}", "picky", tokens=85)
+    world.now += 1000
+    traffic.close()
+    assert traffic.windows[0].arrivals == {
+        "picky": Arrivals(requests=4, prompt_tokens=80 + 3 * 85, prompt_squares=80**2 + 3 * 85**2)
+    }
+    # Of what was refused nothing is unfinished.
+    assert traffic.unfinished([("a", True), ("r0", True)]) == {"picky": Unfinished(1, 1)}
 
 
 def test_a_place_is_kept_for_an_admitted_request_for_a_time() -> None:
@@ -206,7 +224,7 @@ def test_nothing_is_remembered_of_what_a_drain_refuses() -> None:
     world.router.on_front_message(wire.encode_ticket("r", ticket))
     world.request("r")
     assert [message.rid for message in world.tokenizer] == ["r"]
-    assert (world.admission._named, world.admission._records, dict(world.admission._tickets)) == ({}, {}, {})
+    assert (world.admission._named, world.admission._records, dict(world.admission._tickets.open)) == ({}, {}, {})
 
 
 @pytest.mark.parametrize("serves", [True, False])
@@ -304,11 +322,30 @@ def test_limits_follow_what_was_promised() -> None:
     assert world.admission.limits(engine) == OPEN
     world.arrive("s", "strict", tokens=2)
     assert world.admission.limits(engine) == Limits(None, 8)
-    world.admission._prefill["tp2@0-1"] = (1600.0, world.now)  # Prompts take most of its time.
+    world.admission._loads.sent("tp2@0-1", 1600.0)  # Prompts take most of its time.
     # Of 10 ms 9 may be used; a step takes 2, so 24 tokens of the ladder (1 ms each) fit beside four, or 8 requests.
     assert world.admission.limits(engine) == Limits(24, 8)
     world.finish("tp2@0-1", "s")
     assert world.admission.limits(engine) == OPEN
+
+
+def test_limits_that_a_long_prompt_needs_are_there_before_it() -> None:
+    """Beside a stream whose target is kept only if the prompt is cut."""
+    world = Tiered("tp2@0-1")
+    engine = world.engine("tp2@0-1")
+    seen: list[tuple[str, Limits, list[str]]] = []
+    world.on_placing = lambda rid, engine: seen.append(
+        (rid, world.admission.limits(engine, rid), world.seen(engine.name))
+    )
+    world.arrive("a", "strict", tokens=2)
+    world.tokens("tp2@0-1", "a", [7], 1)
+    assert world.admission.limits(engine) == Limits(None, 8)
+    world.arrive("n", "night", tokens=1900)
+    world.now += 31_000  # It has waited its time.
+    world.router.let_go()
+    rid, limits, before = seen[-1]
+    assert rid == "n" and before == ["a"] and world.seen("tp2@0-1") == ["a", "n"]
+    assert limits == world.admission.limits(engine) == Limits(24, 8)
 
 
 def test_a_switch_of_layout_keeps_what_waits() -> None:
@@ -472,8 +509,7 @@ def test_every_request_ends_once_whatever_comes(arrivals: list[tuple[str, int, i
 
 
 def test_what_is_promised_goes_to_an_engine_full_of_background_work() -> None:
-    world = Tiered("tp2@0-1")
-    world.admission._bounds = {2: Bounds(1, 512, 2)}
+    world = Tiered("tp2@0-1", slots=2)
     for rid in ("n0", "n1", "n2"):
         world.arrive(rid, "night", tokens=2)
         if rid in world.engine("tp2@0-1").in_flight:

@@ -1,4 +1,4 @@
-"""A server whose TP 2 engine runs large batches sequence-parallel: answers, switches of layout, what it says of it."""
+"""A server whose wide engine runs large batches sequence-parallel: answers, switches of layout, what it says of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,19 +18,42 @@ from server import Server
 
 pytestmark = pytest.mark.engine
 
-ONES, TWO = "tp1@0,tp1@1", "tp2@0-1"
 THRESHOLD = 4
 """Prompts run sequence-parallel, and decode steps of 4 requests and more: both ways alternate as requests come."""
 TOKENS = 48
 Asked = dict[str, tuple[dict[str, Any], Answer]]
 
 
+@dataclass(frozen=True)
+class Case:
+    """TP sizes of a server, layouts of the narrow engines and of the wide one, and how that runs such batches."""
+
+    tp_sizes: str
+    narrow: str
+    wide: str
+    base: dict[str, int]
+
+
+CASES = (
+    Case("1,2", "tp1@0,tp1@1", "tp2@0-1", {"sp": 2, "tp": 1}),
+    pytest.param(Case("2,4", "tp2@0-1,tp2@2-3", "tp4@0-3", {"sp": 2, "tp": 2}), marks=pytest.mark.full),
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.wide)
+def case(request: pytest.FixtureRequest) -> Case:
+    made: Case = request.param
+    return made
+
+
 @pytest.fixture(scope="module")
-def server(start: Callable[..., Server]) -> Server:
+def server(start: Callable[..., Server], case: Case) -> Server:
     return start(
-        "sequences",
+        f"sequences-{case.wide}",
         "--adapt-virtual-gpus",
-        "2",
+        case.tp_sizes.split(",")[-1],
+        "--adapt-tp-sizes",
+        case.tp_sizes,
         "--adapt-sp",
         str(THRESHOLD),
         "--chunked-prefill-size",
@@ -40,16 +64,16 @@ def server(start: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server) -> Asked:
-    """A request of each kind and its answer at TP 1, which is stock's."""
-    assert switch(server, ONES).status_code == 200
+def expected(server: Server, case: Case) -> Asked:
+    """A request of each kind and its answer of narrow engines, which is stock's."""
+    assert switch(server, case.narrow).status_code == 200
     return {kind: (body, ask(server, body)) for kind, body in bodies(TOKENS).items()}
 
 
-def batches(server: Server) -> dict[str, dict[str, int]]:
-    """Batches of the TP 2 engine so far, by mode and kind."""
-    said = layout_of(server)["engines"]["tp2@0-1"]["sequence"]
-    assert (said["tokens"], said["unable"]) == (THRESHOLD, {})
+def batches(server: Server, case: Case) -> dict[str, dict[str, int]]:
+    """Batches of the wide engine so far, by mode and kind."""
+    said = layout_of(server)["engines"][case.wide]["sequence"]
+    assert (said["tokens"], said["base"], said["unable"]) == (THRESHOLD, case.base, {})
     counted: dict[str, dict[str, int]] = said["batches"]
     return counted
 
@@ -88,44 +112,44 @@ def clients(server: Server, expected: Asked) -> Iterator[None]:
     assert [kind for future in futures for kind in future.result()] == []
 
 
-def test_answers_are_those_of_tp1(server: Server, expected: Asked) -> None:
-    assert switch(server, TWO).status_code == 200
-    before = batches(server)
+def test_answers_are_those_of_narrow_engines(server: Server, case: Case, expected: Asked) -> None:
+    assert switch(server, case.wide).status_code == 200
+    before = batches(server, case)
     with clients(server, expected):
         pass
     for body, answer in expected.values():
         # Alone, and with what it has asked before in the prefix cache.
         assert ask(server, body).equals(answer)
-    after = batches(server)
+    after = batches(server, case)
     grown = {mode: {kind: after[mode][kind] - count for kind, count in before[mode].items()} for mode in after}
     assert grown["sp"]["prefill"] >= 10
     assert min(grown["sp"]["decode"], grown["tp"]["decode"]) >= 10
 
 
-def test_requests_go_on_through_switches(server: Server, expected: Asked) -> None:
-    assert switch(server, ONES).status_code == 200
+def test_requests_go_on_through_switches(server: Server, case: Case, expected: Asked) -> None:
+    assert switch(server, case.narrow).status_code == 200
     total = blocks_by_gpu(engines_of(server))
-    before = batches(server)["sp"]["decode"]
+    before = batches(server, case)["sp"]["decode"]
     moved = 0
     with clients(server, expected):
-        for layout in (TWO, ONES, TWO, ONES, TWO):
+        for layout in (case.wide, case.narrow, case.wide, case.narrow, case.wide):
             until(lambda: in_flight(server) >= 2, "requests run")
-            steps = batches(server)["sp"]["decode"]
+            steps = batches(server, case)["sp"]["decode"]
             report = switch(server, layout, "migrate").json()
             assert report["failures"] == []
             moved += report["requests"].get("migrated", 0)
-            if layout == TWO:
+            if layout == case.wide:
                 until(
-                    lambda steps=steps: batches(server)["sp"]["decode"] > steps or in_flight(server) < THRESHOLD,
+                    lambda steps=steps: batches(server, case)["sp"]["decode"] > steps or in_flight(server) < THRESHOLD,
                     "a sequence-parallel decode step",
                 )
     assert moved >= 4
-    assert batches(server)["sp"]["decode"] > before
+    assert batches(server, case)["sp"]["decode"] > before
     assert blocks_by_gpu(engines_of(server)) == total
 
 
-def test_what_is_aborted_leaves_nothing(server: Server, expected: Asked) -> None:
-    assert switch(server, TWO).status_code == 200
+def test_what_is_aborted_leaves_nothing(server: Server, case: Case, expected: Asked) -> None:
+    assert switch(server, case.wide).status_code == 200
     endless = {"sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
     for number in range(4):
         body = {**endless, "input_ids": prompt(150 + number, number)}
@@ -133,13 +157,13 @@ def test_what_is_aborted_leaves_nothing(server: Server, expected: Asked) -> None
             lines = response.iter_lines()
             for _ in range(number):
                 next(lines, None)
-    until(lambda: engines_of(server)["tp2@0-1"]["in_flight"] == 0, "those whose clients have left are gone")
+    until(lambda: engines_of(server)[case.wide]["in_flight"] == 0, "those whose clients have left are gone")
     with clients(server, expected):
         pass
 
 
-def test_the_metric_says_how_batches_ran(server: Server) -> None:
-    assert switch(server, TWO).status_code == 200
+def test_the_metric_says_how_batches_ran(server: Server, case: Case) -> None:
+    assert switch(server, case.wide).status_code == 200
     assert ask(server, bodies(4)["long"]).reason == "length"
     lines = HTTP.get(f"{server.url}/metrics").text.splitlines()
     values = {
@@ -148,9 +172,9 @@ def test_the_metric_says_how_batches_ran(server: Server) -> None:
         if line.startswith("sglang_adapt:engine_batches_total")
     }
     for mode in ("sp", "tp"):
-        for kind, count in batches(server)[mode].items():
+        for kind, count in batches(server, case)[mode].items():
             [value] = [
-                v for k, v in values.items() if f'mode="{mode}"' in k and f'kind="{kind}"' in k and "tp2@0-1" in k
+                v for k, v in values.items() if f'mode="{mode}"' in k and f'kind="{kind}"' in k and case.wide in k
             ]
             assert value == count, (mode, kind)
-    assert not any("tp1@" in name for name in values)
+    assert not any(name in series for name in case.narrow.split(",") for series in values)

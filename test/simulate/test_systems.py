@@ -82,13 +82,18 @@ def test_split_knows_no_other_tier_and_loses_none() -> None:
     assert sum(one.given for one in found.requests) == sum(one.output for one in arrivals)
 
 
-def test_what_the_planner_sees_is_what_was_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_planner_sees_is_what_was_admitted_and_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    arrived = Traffic.arrived
+    told: list[tuple[str, int]] = []
+    arrived, turned_away = Traffic.arrived, Traffic.refused
     monkeypatch.setattr(Traffic, "arrived", lambda self, rid, tokens: (seen.append(rid), arrived(self, rid, tokens))[1])
+    monkeypatch.setattr(
+        Traffic, "refused", lambda self, tier, tokens: (told.append((tier, tokens)), turned_away(self, tier, tokens))[1]
+    )
     found = run(System(hardware(), 2, uniform_layout(1, 2), interval_s=1.0), both_tiers(90.0, 4.0), TIERS)
     refused = {one.rid for one in found.requests if one.refused}
     assert refused and len(seen) == len(found.requests) - len(refused) and not refused & set(seen)
+    assert told == [(one.arrival.tier, one.arrival.prompt) for one in found.requests if one.refused]
 
 
 def test_a_load_is_carried_or_broken_off() -> None:

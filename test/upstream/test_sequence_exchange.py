@@ -8,34 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from thread_groups import ThreadGroup
 
 from sglang_adapt.upstream.sequence.exchange import Exchange, TokenSlices
 
 WIDTH = 3
-
-
-class ThreadGroup:
-    """The collectives of `ranks` threads; each has one of these over the same board."""
-
-    def __init__(self, rank: int, board: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        self._rank, self._board, self._barrier = rank, board, barrier
-
-    def _all(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        assert mine.is_contiguous(), "as NCCL and gloo want it"
-        self._board[self._rank] = mine.clone()
-        self._barrier.wait()
-        seen = list(self._board)
-        self._barrier.wait()
-        return seen
-
-    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        output.copy_(torch.stack([other[self._rank] for other in self._all(input)]))
-
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        output.copy_(torch.cat(self._all(input)))
-
-    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._all(input_)).sum(0)
 
 
 def on_ranks(ranks: int, tokens: int, do: Callable[[Exchange], torch.Tensor]) -> list[torch.Tensor]:

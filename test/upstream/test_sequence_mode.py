@@ -12,7 +12,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_adapt.core.messages import EngineCall
 from sglang_adapt.engine.control import EngineControl
 from sglang_adapt.upstream.sequence import mode as modes
+from sglang_adapt.upstream.sequence.base import Base
 from sglang_adapt.upstream.sequence.counting import CountGraphReplays
+from sglang_adapt.upstream.sequence.group import Groups
 from sglang_adapt.upstream.sequence.mode import SequenceMode
 
 
@@ -30,7 +32,7 @@ def batch(mode: ForwardMode = ForwardMode.EXTEND, **fields: Any) -> Any:
 
 
 def make(threshold: int | None) -> SequenceMode:
-    return SequenceMode(0, 2, NoGroup(), threshold)
+    return SequenceMode(Base(0, 2), Groups(NoGroup()), threshold)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from weights_engines import forkserver, server_args_of
 from weights_models import write_model
 
 from sglang_adapt.keeper import KeeperConfig, KeeperHandle, start_keeper
+from sglang_adapt.weights import WHOLE, Part
 
 KEEPER_LIMIT_S = 120
 
@@ -39,11 +40,13 @@ def keeper(context: ForkServerContext, model: Callable[[str], Path]) -> Iterator
 
     keepers: dict[tuple, KeeperHandle] = {}
 
-    def get(name: str, finest_tp: int, load_format: str = "auto", path: Path | None = None) -> KeeperHandle:
-        key = (name, finest_tp, load_format, path)
+    def get(
+        name: str, finest_tp: int, load_format: str = "auto", path: Path | None = None, part: Part = WHOLE
+    ) -> KeeperHandle:
+        key = (name, finest_tp, load_format, path, part)
         if key not in keepers:
             args = ServerArgs(**server_args_of(path or model(name), load_format=load_format))
-            keepers[key] = start_keeper(context, KeeperConfig(args, finest_tp, (0, 1, 2, 3)))
+            keepers[key] = start_keeper(context, KeeperConfig(args, finest_tp, (0, 1, 2, 3), part=part))
             keepers[key].wait_ready(timeout_s=KEEPER_LIMIT_S)
         return keepers[key]
 

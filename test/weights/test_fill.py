@@ -13,6 +13,7 @@ from weights_engines import in_child
 from weights_models import MODELS
 
 from sglang_adapt.keeper import KeeperHandle
+from sglang_adapt.weights import WHOLE, Part
 
 Model = Callable[[str], Path]
 Keeper = Callable[..., KeeperHandle]
@@ -123,6 +124,36 @@ def test_shards_and_steps_of_layers_are_those_of_stock(
     assert not found["differing"]
     # Two layers of at least six parameters on two ranks, and at least a step each.
     assert found["compared"] > 2 * (2 * 6 + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "finest_tp", "load_format"),
+    [
+        ("llama_tied", 4, "dummy"),
+        ("llama_fp8_tensor", 4, "auto"),
+        *(
+            pytest.param(name, 4, "auto", marks=pytest.mark.full)
+            for name in ("qwen2", "qwen3_moe", "llama_fp8_channel")
+        ),
+        pytest.param("qwen3_fp8", 2, "auto", marks=pytest.mark.full),
+    ],
+)
+def test_a_part_is_what_all_weights_have_there(
+    context: ForkServerContext, model: Model, name: str, finest_tp: int, load_format: str
+) -> None:
+    fp8 = MODELS[name].fp8 is not None
+    arguments = (model(name), finest_tp, load_format)
+    whole = in_child(context, children.contents, *arguments, WHOLE, fp8)
+    part = in_child(context, children.contents, *arguments, Part(1, 2), fp8)
+    assert part.keys() == whole.keys()
+    halved = 0
+    for key, half in part.items():
+        all_of_it = whole[key]
+        for dim, (size, full) in enumerate(zip(half.shape, all_of_it.shape, strict=True)):
+            if size != full:
+                all_of_it, halved = np.split(all_of_it, 2, dim)[1], halved + 1
+        np.testing.assert_array_equal(half, all_of_it, key)
+    assert halved >= 1 + 2 * 4, "the embedding, and four matrices of each of two layers"
 
 
 def test_a_tensor_that_the_checkpoint_lacks_is_named(context: ForkServerContext, model: Model, tmp_path: Path) -> None:

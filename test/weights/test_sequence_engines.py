@@ -13,6 +13,7 @@ from weights_engines import EngineCase, EngineProcess, server_args_of
 from weights_models import MODELS
 
 from sglang_adapt.keeper import KeeperHandle
+from sglang_adapt.weights import Part
 
 pytestmark = pytest.mark.engine
 
@@ -21,7 +22,8 @@ NEW_TOKENS = 12
 CHUNK = 64
 ABOVE_DECODE = 20
 """Tokens of a batch that decode steps of these tests do not reach."""
-DEFAULT = {("llama_tied", 2), ("qwen3_one_kv_head", 2)}
+DEFAULT = {("llama_tied", 2, 1), ("qwen3_one_kv_head", 2, 1), ("llama_tied", 4, 2)}
+"""Model, TP size, and the TP size of the weights that sequence-parallel batches run on."""
 
 Keeper = Callable[..., KeeperHandle]
 Model = Callable[[str], Path]
@@ -39,9 +41,9 @@ TAILS = prompts(2, 9, 1, 30, 64, 17)
 
 def _cases() -> list[Any]:
     return [
-        pytest.param(name, tp, marks=() if (name, tp) in DEFAULT else pytest.mark.full)
+        pytest.param(name, tp, base, marks=() if (name, tp, base) in DEFAULT else pytest.mark.full)
         for name in MODELS
-        for tp in (2, 4)
+        for tp, base in ((2, 1), (4, 1), (4, 2))
         if MODELS[name].fp8 is None and MODELS[name].family != "Qwen3Moe"
     ]
 
@@ -71,15 +73,18 @@ def _prompt_logprobs(engine: Any, prompts: list[list[int]]) -> list[Any]:
     return [[round(token[0], 2) for token in result["meta_info"]["input_token_logprobs"][1:]] for result in results]
 
 
-@pytest.mark.parametrize(("name", "tp_size"), _cases())
+@pytest.mark.parametrize(("name", "tp_size", "base_tp"), _cases())
 def test_tokens_are_stocks_in_every_mode(
-    context: ForkServerContext, model: Model, keeper: Keeper, tmp_path: Path, name: str, tp_size: int
+    context: ForkServerContext, model: Model, keeper: Keeper, tmp_path: Path, name: str, tp_size: int, base_tp: int
 ) -> None:
     args = server_args_of(model(name), tp_size=tp_size, disable_radix_cache=False, chunked_prefill_size=CHUNK)
     with EngineProcess.start(context, EngineCase(args)) as engine:
         expected = talk(engine)
     assert len({token for ids in expected[: len(FIRST)] for token in ids}) > NEW_TOKENS / 2, "the model says something"
-    with EngineProcess.start(context, EngineCase(args, keeper(name, FINEST_TP).weights, sp_tokens=1)) as engine:
+    # Each rank has the store that it would have where TP `base_tp` is the smallest size.
+    stores = tuple(keeper(name, FINEST_TP, part=Part(index, base_tp)).weights for index in range(base_tp))
+    case = EngineCase(args, stores, sp_tokens=1, base_tp=base_tp)
+    with EngineProcess.start(context, case) as engine:
         ran = []
         for tokens, at_random in ((1, False), (ABOVE_DECODE, False), (None, False), (1, True)):
             engine.run_sequences(tokens, at_random)
@@ -88,6 +93,7 @@ def test_tokens_are_stocks_in_every_mode(
             ranks = engine.batches(tmp_path)
             assert len(ranks) == tp_size and all(rank == ranks[0] for rank in ranks)
             assert ranks[0]["unable"] == {}
+            assert ranks[0]["base"] == {"sp": tp_size // base_tp, "tp": base_tp}
             after = ranks[0]["batches"]
             ran.append({mode: {kind: after[mode][kind] - n for kind, n in before[mode].items()} for mode in after})
     always, prefill, never, mixed = ran

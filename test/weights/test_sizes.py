@@ -18,5 +18,7 @@ CASES = [(name, tp) for name in sorted(MODELS) for tp in (2, 4) if MODELS[name].
 def test_sizes_are_those_of_the_layout(
     context: ForkServerContext, model: Callable[[str], Path], name: str, finest_tp: int
 ) -> None:
-    layout, sizes = in_child(context, children.sizes_by_layout_and_configuration, model(name), finest_tp)
-    assert sizes == layout
+    found = in_child(context, children.sizes_by_layout_and_configuration, model(name), finest_tp)
+    (whole, by_configuration), (shard, shard_by_configuration) = found
+    assert (by_configuration, shard_by_configuration) == (whole, shard)
+    assert whole / finest_tp <= shard < whole

@@ -13,6 +13,7 @@ from sglang_adapt.weights import (
     Manifest,
     ParamEntry,
     ParamKind,
+    Part,
     ShardSpec,
     ViewMismatchError,
     WeightStore,
@@ -167,3 +168,34 @@ def test_an_entry_that_cannot_be_cut_is_named() -> None:
     with WeightStore.create(Manifest("Toy", 4, 64, (entry,)), "cpu") as store:
         with pytest.raises(ViewMismatchError, match=r"w: dimension 0 of .* cannot be cut into 4"):
             store.shard("w", 0, 4)
+
+
+@pytest.mark.parametrize("of", [2, 4])
+def test_a_part_has_what_its_ranks_read_and_nothing_else(store: WeightStore, of: int) -> None:
+    for index in range(of):
+        part = Part(index, of)
+        with WeightStore.create(plan_layout("Toy", 4, SHARDS, part), "cpu") as half:
+            assert half.manifest.nbytes < store.manifest.nbytes
+            for shard in SHARDS:
+                for rank in part.ranks(4):
+                    half.shard(shard.name, rank, 4).copy_(_shard_values(shard, rank))
+            for tp_size in (tp for tp in (2, 4) if tp >= of):
+                for rank in range(tp_size):
+                    if rank in part.ranks(tp_size):
+                        views = half.views("Toy", _expected(store, tp_size), rank, tp_size)
+                        assert all(torch.equal(view, store.shard(name, rank, tp_size)) for name, view in views.items())
+                        continue
+                    with pytest.raises(
+                        ViewMismatchError, match=f"rank {rank} of TP {tp_size} reads other weights than"
+                    ):
+                        half.shard("down", rank, tp_size)
+            with pytest.raises(ViewMismatchError, match=f"part {index + 1} of {of} of the weights"):
+                half.shard("down", 0, 1)
+            assert Manifest.from_json(half.manifest.to_json()) == half.manifest
+
+
+def test_parts_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="of 2 parts of the weights none has the index 2"):
+        Part(2, 2)
+    with pytest.raises(ValueError, match="4 shards of Toy are no 3 equal parts"):
+        plan_layout("Toy", 4, SHARDS, Part(0, 3))

@@ -74,6 +74,11 @@ class AdaptConfig:
     sp_tokens: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def base_tp(self) -> int:
+        """TP size whose shards of the weights sequence-parallel batches run on: the smallest; 1: on all of them."""
+        return self.tp_sizes[0]
+
+    @property
     def candidates(self) -> tuple[EngineSpec, ...]:
         """All engines that are kept warm."""
         return candidate_engines(self.tp_sizes, self.gpus)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
 
 
@@ -22,14 +23,20 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class EngineSpec:
-    """One engine: `tp` GPUs from `first_gpu` on (GPU indices count from 0 within the deployment)."""
+    """One engine: `tp` GPUs from `first_gpu` on (GPU indices count from 0 within the deployment).
+
+    Which rank is on which GPU is the same for every engine of a TP size, and nests (see `nesting`): the part of the
+    model that a GPU has as a rank of a wide engine is within the one that it has as a rank of a narrow one. So wider
+    engines need no other weights on it, and of its KV they need the part that is theirs there.
+    """
 
     first_gpu: int
     tp: int
 
     @property
-    def gpus(self) -> range:
-        return range(self.first_gpu, self.first_gpu + self.tp)
+    def gpus(self) -> tuple[int, ...]:
+        """The GPU of each rank."""
+        return tuple(self.first_gpu + place for place in _places(self.tp))
 
     @property
     def name(self) -> str:
@@ -38,6 +45,48 @@ class EngineSpec:
 
     def __str__(self) -> str:
         return self.name
+
+
+@cache
+def _places(tp: int) -> tuple[int, ...]:
+    """On which of an engine's GPUs each rank is: with the digits of its number turned round, 0, 2, 1, 3 for TP 4.
+
+    The digits are those of a number system whose bases are the prime factors of `tp`, the smallest ones first.
+    """
+    places = [0]
+    step = 1
+    for prime in _prime_factors(tp):
+        # Of what a rank had so far, it has a part now; the other parts are on GPUs that lie `step` apart.
+        places = [place + step * digit for place in places for digit in range(prime)]
+        step *= prime
+    return tuple(places)
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors, prime = [], 2
+    while number > 1:
+        while number % prime == 0:
+            factors.append(prime)
+            number //= prime
+        prime += 1
+    return factors
+
+
+def shard_on(gpu: int, tp: int) -> int:
+    """The rank that a GPU has in an engine of TP size `tp`."""
+    return _places(tp).index(gpu % tp)
+
+
+def nesting(tp_sizes: Sequence[int]) -> int:
+    """In how many parts the model lies on the GPUs: each has one of them, and needs no other at any of the TP sizes.
+
+    The smallest size; 1 if its ranks and those of a larger one do not nest, as 3 and 6 do not.
+    """
+    smallest, largest = min(tp_sizes), max(tp_sizes)
+    nests = all(
+        shard_on(gpu, tp) * smallest // tp == shard_on(gpu, smallest) for tp in tp_sizes for gpu in range(largest)
+    )
+    return smallest if nests else 1
 
 
 class Role(StrEnum):

@@ -53,10 +53,15 @@ class DecodePoint(msgspec.Struct, frozen=True):
 
 
 class SequenceProfile(msgspec.Struct, frozen=True):
-    """The points of engines all of whose batches ran sequence-parallel; at least one of each kind."""
+    """The points of engines all of whose batches ran sequence-parallel; at least one of each kind.
+
+    Attributes:
+        base_tp: TP size whose shards of the weights the batches ran on; 1: on all of them.
+    """
 
     prefill: Annotated[tuple[PrefillPoint, ...], msgspec.Meta(min_length=1)]
     decode: Annotated[tuple[DecodePoint, ...], msgspec.Meta(min_length=1)]
+    base_tp: _Count = 1
 
 
 class TpProfile(msgspec.Struct, frozen=True):

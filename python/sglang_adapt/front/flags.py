@@ -37,8 +37,8 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-tp-sizes",
         metavar="N,N,...",
-        help="TP sizes whose engines are kept warm (default: powers of two up to the GPU count that the model's "
-        "heads allow)",
+        help="TP sizes whose engines are kept warm; of the weights a GPU has what an engine of the smallest one needs "
+        "(default: powers of two up to the GPU count that the model's heads allow)",
     )
     group.add_argument(
         "--adapt-layout",
@@ -121,11 +121,14 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-sp",
         metavar="auto|off|N",
-        type=_sp,
+        type=sp_threshold,
         default=None,
         help="engines of several GPUs run a batch of N tokens and more sequence-parallel, its tokens shared out to the "
         "GPUs, instead of tensor-parallel, in the same KV layout and without further memory for weights; 0: every "
-        "batch; auto: N by --adapt-profile, for each TP size (default: off, because it has not been measured on GPUs)",
+        "batch; auto: N by --adapt-profile, for each TP size. Each GPU works with the weights as an engine of the "
+        "smallest of --adapt-tp-sizes, t, does, so an engine of P GPUs cuts tokens P / t ways and weights t ways: with "
+        "1,4 as SP 4, with 2,4 as SP 2 x TP 2; engines of that size themselves run tensor-parallel (default: off, "
+        "because it has not been measured on GPUs)",
     )
     group.add_argument(
         "--adapt-request-log",
@@ -144,8 +147,8 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _sp(text: str) -> str | int | None:
-    """`auto`, a number of tokens, or None for off."""
+def sp_threshold(text: str) -> str | int | None:
+    """`auto`, a number of tokens, or None for off. Raises argparse.ArgumentTypeError."""
     if text in ("auto", "off"):
         return None if text == "off" else text
     if not text.isascii() or not text.isdigit():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_adapt.core.config import WARMUP
+from sglang_adapt.core.layout import nesting
 from sglang_adapt.core.overheads import PACKAGED, VIRTUAL_GPU, Overhead, OverheadKey, read_overheads
 from sglang_adapt.kv.geometry import GeometryError
 from sglang_adapt.kv.sizing import KvShape, PoolCost, pool_cost
@@ -111,8 +112,13 @@ def _place(
     sizes = deployment.sizes
     charges = []
     if len(tp_sizes) > 1:
-        charges.append(Charge("weights", sizes.store_bytes))
-        charges.append(_charge(deployment, "keeper", OverheadKey(gpu, "", None, 0)))
+        parts = nesting(tp_sizes)
+        # Of virtual GPUs those that have the same part share it.
+        copies = parts if deployment.virtual else 1
+        what = "weights" if copies == parts else f"weights (1 of {parts} parts)"
+        charges.append(Charge(what, copies * sizes.store_bytes[parts]))
+        what = "keeper" if copies == 1 else f"{copies} keepers"
+        charges.append(_charge(deployment, what, OverheadKey(gpu, "", None, 0), copies))
     else:
         charges.append(Charge("weights", len(gpus) * sizes.rank_bytes[tp_sizes[0]]))
     # Every warm TP size has one rank on each GPU.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_adapt.weights import WHOLE, Part
+
 
 @dataclass(frozen=True)
 class RegionSpec:
@@ -35,6 +37,7 @@ class KeeperConfig:
         gpu_ids: GPUs whose memory it owns; exactly one, unless they are virtual.
         regions: regions to allocate on each of the GPUs.
         environment: variables to set in the keeper's process before anything else.
+        part: of the weights, which ranks on these GPUs read.
     """
 
     server_args: Any
@@ -42,6 +45,7 @@ class KeeperConfig:
     gpu_ids: tuple[int, ...]
     regions: tuple[RegionSpec, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    part: Part = WHOLE
 
     def __post_init__(self) -> None:
         if not self.gpu_ids or (self.server_args.device != "cpu" and len(self.gpu_ids) > 1):
@@ -52,6 +56,7 @@ class KeeperConfig:
 
     @property
     def name(self) -> str:
-        """The keeper's name in titles and messages, e.g. `keeper_gpu0` or `keeper_gpu0-3`."""
+        """The keeper's name in titles and messages, e.g. `keeper_gpu0`, `keeper_gpu0-3` or `keeper_gpu0,2`."""
         ids = self.gpu_ids
-        return f"keeper_gpu{ids[0]}" if len(ids) == 1 else f"keeper_gpu{ids[0]}-{ids[-1]}"
+        in_a_row = len(ids) > 1 and ids == tuple(range(ids[0], ids[0] + len(ids)))
+        return f"keeper_gpu{ids[0]}-{ids[-1]}" if in_a_row else f"keeper_gpu{','.join(map(str, ids))}"

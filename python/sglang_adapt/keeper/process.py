@@ -68,7 +68,7 @@ def _load(config: KeeperConfig, finest_tp: int, pipe: Connection) -> WeightStore
 
     prepare_to_fill(config.server_args, config.name)
     gpu = config.gpu_ids[0]
-    filler = StoreFiller(config.server_args, finest_tp, gpu)
+    filler = StoreFiller(config.server_args, finest_tp, gpu, config.part)
     store = WeightStore.create(filler.layout(), _device(config, gpu))
     told = -1
 

@@ -119,7 +119,8 @@ def forecast(job: Job, load: Load) -> Forecast:
     with_own = min(_MOST_SHARE, (load.prefill_ms + times.prefill_ms(new, load.cached)) / WINDOW_MS)
     chunk = chunk_tokens(times, step, tightest, load.bounds, with_own)
     between = step if load.decoding else 0.0
-    ttft = job.waited_ms + step + prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk)
+    ttft = job.waited_ms + times.latency_ms + step
+    ttft += prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk, reading_ms(load, new))
     after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
     longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds, with_own)) / STEPS
     tpot = min(longest, after / (1 - load.share))
@@ -128,9 +129,29 @@ def forecast(job: Job, load: Load) -> Forecast:
     return Forecast(ttft, tpot, others if load.requests else 0.0, stay >= load.bounds.requests)
 
 
-def prompts_ms(times: Times, tokens: float, cached: float, step_ms: float, chunk: int) -> float:
-    """To compute prompts, with steps of `step_ms` between each `chunk` tokens; 0 if nothing decodes."""
-    whole = times.prefill_ms(tokens, cached)
+def reading_ms(load: Load, new: int) -> float:
+    """To compute the prompts of an engine and another one of `new` tokens, without steps between.
+
+    Each attends to itself alone, so that several take less than one of all their tokens, and at most their sum.
+    """
+    own = load.times.prefill_ms(new, load.cached)
+    if not load.prefill_tokens:
+        return own
+    ahead = max(1, load.requests - load.decoding)
+    one_by_one = own + ahead * load.times.prefill_ms(load.prefill_tokens / ahead)
+    return min(one_by_one, load.times.prefill_ms(load.prefill_tokens + new, load.cached))
+
+
+def prompts_ms(
+    times: Times, tokens: float, cached: float, step_ms: float, chunk: int, whole: float | None = None
+) -> float:
+    """To compute prompts, with steps of `step_ms` between each `chunk` tokens; 0 if nothing decodes.
+
+    Args:
+        whole: time without steps between; None: as of one prompt.
+    """
+    if whole is None:
+        whole = times.prefill_ms(tokens, cached)
     return (
         whole
         if tokens <= chunk or step_ms <= 0
@@ -266,7 +287,8 @@ def place(job: Job, loads: Sequence[Load]) -> Decision | None:
 def is_late(job: Job, loads: Sequence[Load]) -> bool:
     """Has it waited so long that no engine could give its first token in time any more, even if it were idle?"""
     assert job.ttft_ms is not None
-    return job.waited_ms + min(load.times.prefill_ms(max(1, job.tokens)) for load in loads) > job.ttft_ms
+    own_ms = min(load.times.latency_ms + load.times.prefill_ms(max(1, job.tokens)) for load in loads)
+    return job.waited_ms + own_ms > job.ttft_ms
 
 
 def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
@@ -284,6 +306,9 @@ def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
 def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -> int | None:
     """Where a request without a promise fits so that no target suffers, as an index into `loads`; None if nowhere.
 
+    A prompt so long that tokens beside it would come later than `FILL` says is read in parts which keep the targets,
+    one at a time on an engine: what it leaves is the room of the step.
+
     Args:
         job: best effort or background work; its own targets do not count.
         loads: engines that serve.
@@ -294,16 +319,33 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
         at = (first + step) % len(loads)
         load = loads[at]
         found = forecast(job, load)
-        queued = load.times.prefill_ms(load.prefill_tokens + max(1, job.tokens - load.cached), load.cached)
+        queued = reading_ms(load, max(1, job.tokens - load.cached))
         if not load.requests:
             return at
-        if (
-            queued <= spare_ms
-            and not found.full
-            and found.others_tpot_ms <= min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
-        ):
+        if found.full or queued > spare_ms:
+            continue
+        filled_ms = min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
+        if found.others_tpot_ms <= filled_ms or _fits_in_parts(job, load, filled_ms, spare_ms):
             return at
     return None
+
+
+def _fits_in_parts(job: Job, load: Load, filled_ms: float, spare_ms: float) -> bool:
+    """Is there room for a prompt that the engine cuts for what has been promised there, while it reads no other one?"""
+    new = max(1, job.tokens - load.cached)
+    after = load.times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
+    if load.prefill_tokens or math.isinf(load.tightest_tpot_ms) or after > filled_ms:
+        return False
+    own = min(_MOST_SHARE, load.times.prefill_ms(new, load.cached) / WINDOW_MS)
+    if after <= (1 - own) * filled_ms:
+        # It finds room when less has been read of late.
+        return False
+    target_ms = min(load.tightest_tpot_ms, load.guard_ms if math.isfinite(guarded_ms(load)) else math.inf)
+    chunk = chunk_tokens(load.times, after, target_ms, load.bounds, 1.0)
+    if chunk >= load.bounds.prefill_tokens:
+        # No part fits beside a step.
+        return False
+    return prompts_ms(load.times, new, load.cached, after if load.decoding else 0.0, chunk) <= spare_ms
 
 
 def aged_place(loads: Sequence[Load], aged_on: Sequence[int]) -> int | None:

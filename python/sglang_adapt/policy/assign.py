@@ -143,30 +143,17 @@ def promises(
     return {engine: frozenset(own) | rest for engine, own in tiers.items()}
 
 
-def tiers_of(own: Mapping[str, Counter[int]], layout: Layout, rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+def tiers_of(layout: Layout, rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
     """The tiers that each engine is there for, by name of the engine.
 
-    Each tier gets engines of its own as `greedy` says, as far as the layout has such; one without any shares all on
-    which its targets can be met, or, if there are none, all.
+    Each tier has all engines on which its targets can be met, or, if there are none, all. That a strict tier finds its
+    share of them free is admission's business (`reserve.guards`): engines of its own would be too few or too many as
+    soon as the load is another one than was planned for. An engine on which no tier meets its targets is there for all.
     """
-    left: dict[int, list[EngineSpec]] = {}
-    for engine in layout.engines:
-        left.setdefault(engine.tp, []).append(engine)
-    given: dict[str, list[str]] = {engine.name: [] for engine in layout.engines}
-    for row in rows:
-        mine = [
-            left[tp].pop(0)
-            for tp, number in own.get(row.tier, Counter()).items()
-            for _ in range(min(number, len(left.get(tp, ()))))
-        ]
-        if not any(row.estimates[engine.tp].capacity_rps > 0 for engine in mine):
-            mine += [
-                engine for engine in layout.engines if row.estimates[engine.tp].capacity_rps > 0 and engine not in mine
-            ]
-        for engine in mine or layout.engines:
-            given[engine.name].append(row.tier)
-    for engines in left.values():
-        for engine in engines:
-            if not given[engine.name]:
-                given[engine.name] = [row.tier for row in rows]
-    return {name: tuple(tiers) for name, tiers in given.items()}
+    somewhere = {row.tier: {engine.tp for engine in layout.engines} & set(row.sizes) for row in rows}
+    every = tuple(row.tier for row in rows)
+    of_size = {
+        tp: tuple(row.tier for row in rows if not somewhere[row.tier] or tp in somewhere[row.tier]) or every
+        for tp in {engine.tp for engine in layout.engines}
+    }
+    return {engine.name: of_size[engine.tp] for engine in layout.engines}

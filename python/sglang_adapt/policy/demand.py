@@ -37,12 +37,14 @@ class Arrivals:
     Attributes:
         requests: that arrived.
         prompt_tokens: they have together.
+        prompt_squares: of the tokens of each prompt, together.
         ended: requests that ended in this window.
         output_tokens: these have given together.
     """
 
     requests: int = 0
     prompt_tokens: int = 0
+    prompt_squares: int = 0
     ended: int = 0
     output_tokens: int = 0
 
@@ -72,6 +74,7 @@ class Demand:
         rate_rps: arrivals.
         prompt_tokens, output_tokens: of a request, in the mean.
         unfinished: requests now.
+        prompt_spread: variance of the tokens of prompts by the square of their mean; 0 if all are equal.
     """
 
     terms: Terms
@@ -79,6 +82,7 @@ class Demand:
     prompt_tokens: float = FIRST_PROMPT
     output_tokens: float = FIRST_OUTPUT
     unfinished: Unfinished = Unfinished()
+    prompt_spread: float = 0.0
 
     @property
     def is_there(self) -> bool:
@@ -121,12 +125,15 @@ def _demand(terms: Terms, windows: Sequence[Window], unfinished: Unfinished, bef
     requests, ended = sum(one.requests for one in seen), sum(one.ended for one in seen)
     prompt = FIRST_PROMPT if before is None else before.prompt_tokens
     output = FIRST_OUTPUT if before is None else before.output_tokens
+    spread = 0.0 if before is None else before.prompt_spread
     if requests:
         prompt = sum(one.prompt_tokens for one in seen) / requests
+        squares = sum(one.prompt_squares for one in seen) / requests
+        spread = max(0.0, squares / prompt**2 - 1) if prompt else 0.0
     if ended:
         output = sum(one.output_tokens for one in seen) / ended
     rate = max(_rate(seen, windows), _rate(seen[-NEWEST:], windows[-NEWEST:]))
-    return Demand(terms, rate, prompt, output, unfinished)
+    return Demand(terms, rate, prompt, output, unfinished, spread)
 
 
 def _rate(seen: Sequence[Arrivals], windows: Sequence[Window]) -> float:

@@ -90,6 +90,7 @@ class _Engine:
     def __init__(self, demand: Demand, speed: Speed, ttft_ms: float | None, tpot_ms: float | None) -> None:
         self.prompt = max(1.0, demand.prompt_tokens)
         self.output = max(1.0, demand.output_tokens)
+        self._spread = demand.prompt_spread
         self._context = self.prompt + self.output / 2
         self._times = speed.times
         self.most_ttft_ms = math.inf if ttft_ms is None else SAFETY * ttft_ms
@@ -100,9 +101,14 @@ class _Engine:
         # A prompt costs this much of an engine's time, and its request waits so long for it beside decode steps.
         self._whole_ms = self._read_ms = speed.times.prefill_ms(self.prompt)
         self._chunk: int | None = None
+        self._steps: dict[float, float] = {}
 
     def step_ms(self, batch: float) -> float:
-        return self._times.decode_ms(max(1.0, batch), max(1.0, batch) * self._context)
+        known = self._steps.get(batch)
+        if known is None:
+            there = batch if batch > 1.0 else 1.0
+            known = self._steps[batch] = self._times.decode_ms(there, there * self._context)
+        return known
 
     def cut(self, batch: float) -> None:
         """Cut prompts as an engine does that has this batch; a smaller one cuts them into larger parts."""
@@ -123,9 +129,9 @@ class _Engine:
         if self._chunk is not None:
             alone = prompts_ms(self._times, self.prompt, 0.0, step, self._chunk)
         busy = rate * alone
-        # Prompts of others that are before it: as in a queue with one server and equal work (M/D/1).
-        wait = math.inf if busy >= _BUSIEST else alone * busy / (2 * (1 - busy))
-        return 1e3 * rate, step + alone + wait, tpot
+        # Prompts of others that are before it: as in a queue with one server (M/G/1).
+        wait = math.inf if busy >= _BUSIEST else (1 + self._spread) * alone * busy / (2 * (1 - busy))
+        return 1e3 * rate, self._times.latency_ms + step + alone + wait, tpot
 
     def fits(self, batch: float) -> bool:
         rate, ttft, tpot = self.at(batch)

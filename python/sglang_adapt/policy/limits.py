@@ -14,11 +14,8 @@ from functools import lru_cache
 
 from sglang_adapt.policy.profile import Corrected, Times
 
-SAFETY = 0.9
+SAFETY = 0.95
 """Predictions have to stay below this part of a target."""
-
-_UNCUT = 0.85
-"""Prompts are not cut while tokens come within this part of what has to hold: a burst makes it more at once."""
 
 STEPS = 4
 """Decode steps for each full part of prompts. TPOT is a mean, so one large part for several steps does what small ones
@@ -77,7 +74,7 @@ def chunk_tokens(times: Times, step_ms: float, tpot_ms: float, bounds: Bounds, s
     in has to keep it (`admission`).
     """
     most = max(bounds.page_tokens, bounds.prefill_tokens)
-    if math.isinf(tpot_ms) or step_ms <= _UNCUT * SAFETY * tpot_ms * (1 - share):
+    if math.isinf(tpot_ms) or step_ms <= SAFETY * tpot_ms * (1 - share):
         return most
     spare_ms = STEPS * (SAFETY * tpot_ms - step_ms)
     plain, stretch = (times.times, times.correction.prefill) if isinstance(times, Corrected) else (times, 1.0)

@@ -63,6 +63,7 @@ class Pilot:
             price=self._price,
             longest_tokens=longest_tokens,
             horizon_s=WINDOWS * self._interval_s,
+            window_s=self._interval_s,
             history=self._history,
             asked=self._asked,
             calm=min(CALM, max(1, math.ceil(CALM_S / self._interval_s))),

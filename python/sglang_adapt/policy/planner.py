@@ -9,8 +9,8 @@ as possible have an engine that meets their targets. So a tier with requests is 
 an engine has is never planned onto one that does not hold it.
 
 Beside the papers (Nitsum, 3.3.1; Flying Serving, 2.3): a switch has a price. It is made when its gain over the next
-windows is above what it costs now, and above a margin, and, unless load is left behind, when it has been wanted for
-`CALM` windows.
+windows, or over those in which it has been missed, is above what it costs now, and above a margin, and, unless load is
+left behind, when it has been wanted for `CALM` windows.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Situation:
         running: what its engines have, by name.
         price: of a switch.
         longest_tokens: of the longest request that is there and that not every engine holds; 0 if there is none.
-        horizon_s: time over which a gain counts.
+        horizon_s: time over which a gain counts, or for which it has been missed, if that is longer.
+        window_s: time from one plan to the next.
         history: of the plan before.
         asked: somebody has asked for something since the start; before that no layout is known to be better.
         calm: windows in a row that a layout has to be wanted if the one that serves carries the load as well.
@@ -104,6 +105,7 @@ class Situation:
     price: Price
     longest_tokens: int = 0
     horizon_s: float = 5.0
+    window_s: float = 1.0
     history: History = History()
     asked: bool = True
     calm: int = CALM
@@ -230,17 +232,19 @@ def plan(now: Situation) -> Plan:
         if row is not None:
             strategy = strategy_for(row, now.layout, wanted, now.running, speeds, now.horizon_s)
         lost = _lost(rows, cost)
-        gain = (best.worth.value - serving.worth.value) * now.horizon_s
+        # What runs makes the price, so who waits for a cheap moment may wait as long as the load lasts.
+        counts_s = max(now.horizon_s, windows * now.window_s)
+        gain = (best.worth.value - serving.worth.value) * counts_s
         if not better and gain <= lost:
-            reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {now.horizon_s:g} s"
+            reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {counts_s:g} s"
         elif not better and not behind and windows < now.calm:
             reason = f"{why}; for {windows} of {now.calm} windows"
         else:
             move, reason = True, why
     served = wanted if move else now.layout
     history = History(waited, str(wanted), windows, longest, since)
-    tiers = tiers_of(own, wanted, rows)
-    of_served = tiers if served == wanted else tiers_of(own, served, rows)
+    tiers = tiers_of(wanted, rows)
+    of_served = tiers if served == wanted else tiers_of(served, rows)
     return Plan(
         served,
         move,

@@ -8,16 +8,20 @@ and outside of what was measured it errs towards slow. `ReckonedTimes` knows onl
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sglang_adapt.core.overheads import VIRTUAL_GPU
 from sglang_adapt.core.profile import TpProfile
+from sglang_adapt.policy.grid import Grid
 
-OUTSIDE_MARGIN = 1.25
-"""Beyond the largest measured size, time grows this much faster than the steepest that was measured."""
+_PREFILL_TERMS = ((1, 0), (2, 0), (1, 1), (0, 1))
+"""New tokens, their attention to each other, to those before them, and reading those."""
+_RATE_TOKENS = 4096
+"""Up to here attention is a small part of a prompt's time, so that the time for each token is that of any batch."""
+_DECODE_TERMS = ((1, 0), (0, 1))
+"""Requests, and the tokens whose keys and values are read."""
 
 
 class Times(Protocol):
@@ -25,8 +29,13 @@ class Times(Protocol):
 
     def __hash__(self) -> int: ...
 
+    @property
+    def latency_ms(self) -> float:
+        """What a first token takes beside the engine's own time: the way there and back, in which others are served."""
+        ...
+
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
-        """To compute `tokens` >= 0 prompt tokens behind `prefix` cached ones, with nothing else to do; 0 for none."""
+        """An engine's time to compute `tokens` >= 0 prompt tokens behind `prefix` cached ones; 0 for none."""
         ...
 
     def decode_ms(self, batch: float, context: float) -> float:
@@ -34,82 +43,32 @@ class Times(Protocol):
         ...
 
 
-class Grid:
-    """A function of two sizes from scattered points, made monotone upwards.
+class MeasuredTimes:
+    """The times of a TP size in a profile.
 
-    Where several points or their order contradict monotony, the larger time counts. A cell that was not measured is the
-    smallest time of a larger one, or, if there is none, the largest of a smaller one. Between cells it is bilinear;
-    below them the time of the smallest; above them it goes on by the steepest slope, with `OUTSIDE_MARGIN`.
-
-    Args:
-        points: (x, y, ms), at least one; x and y not negative, ms above 0.
+    A profile has the time to the first token of a prompt that is alone. Of it the engine itself is busy with the
+    smallest prompt about as long as with a decode step of as many requests; the rest is latency, the same for all
+    prompts. No prompt is believed to be read at a higher rate than the largest one of at most `_RATE_TOKENS`.
     """
 
-    def __init__(self, points: Iterable[tuple[float, float, float]]) -> None:
-        known: dict[tuple[float, float], float] = {}
-        for x, y, ms in points:
-            known[x, y] = max(ms, known.get((x, y), 0.0))
-        if not known:
-            raise ValueError("a grid needs at least one point")
-        self._xs = sorted({x for x, _ in known})
-        self._ys = sorted({y for _, y in known})
-        cells = [[_fill(known, x, y) for y in self._ys] for x in self._xs]
-        for i, row in enumerate(cells):
-            for j in range(len(row)):
-                row[j] = max(row[j], row[j - 1] if j else 0.0, cells[i - 1][j] if i else 0.0)
-        self._cells = cells
-        columns = [[row[j] for row in cells] for j in range(len(self._ys))]
-        self._x_slope = OUTSIDE_MARGIN * max(_steepest(self._xs, column) for column in columns)
-        self._y_slope = OUTSIDE_MARGIN * max(_steepest(self._ys, row) for row in cells)
-
-    def at(self, x: float, y: float) -> float:
-        """The time at a place; never less than at a place that is smaller in both."""
-        i, u = _place(self._xs, x)
-        j, v = _place(self._ys, y)
-        row = self._cells[i]
-        value = row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])
-        if u != 0.0:
-            row = self._cells[i + 1]
-            value += u * ((row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])) - value)
-        if x > self._xs[-1]:
-            value += (x - self._xs[-1]) * self._x_slope
-        if y > self._ys[-1]:
-            value += (y - self._ys[-1]) * self._y_slope
-        return value
-
-
-def _fill(known: dict[tuple[float, float], float], x: float, y: float) -> float:
-    if (x, y) in known:
-        return known[x, y]
-    larger = [ms for (a, b), ms in known.items() if a >= x and b >= y]
-    return min(larger) if larger else max((ms for (a, b), ms in known.items() if a <= x and b <= y), default=0.0)
-
-
-def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
-    """(cell, how far into it from 0 to below 1); the last cell, or the first, for what is outside."""
-    at = bisect_right(axis, value) - 1
-    if at < 0:
-        return 0, 0.0
-    if at >= len(axis) - 1:
-        return len(axis) - 1, 0.0
-    return at, (value - axis[at]) / (axis[at + 1] - axis[at])
-
-
-def _steepest(axis: Sequence[float], values: Sequence[float]) -> float:
-    slopes = [(values[i] - values[i - 1]) / (axis[i] - axis[i - 1]) for i in range(1, len(axis))]
-    # With a single place there is no slope: as if it began at 0.
-    return max(slopes, default=values[0] / max(axis[0], 1.0))
-
-
-class MeasuredTimes:
-    """The times of a TP size in a profile."""
-
     def __init__(self, profile: TpProfile) -> None:
-        self._prefill = Grid((point.tokens, point.prefix, point.ms) for point in profile.prefill)
-        self._decode = Grid((point.batch, point.context, point.ms) for point in profile.decode)
+        self._prefill = Grid(((point.tokens, point.prefix, point.ms) for point in profile.prefill), _PREFILL_TERMS)
+        self._decode = Grid(((point.batch, point.context, point.ms) for point in profile.decode), _DECODE_TERMS)
+        smallest = min((point.prefix, point.tokens, point.ms) for point in profile.prefill)
+        first = [point.tokens for point in profile.prefill if point.prefix == smallest[0]]
+        largest = max((tokens for tokens in first if tokens <= _RATE_TOKENS), default=smallest[1])
+        step = self._decode.at(smallest[1], smallest[1])
+        self._latency_ms = max(0.0, smallest[2] - step)
+        self._token_ms = (self._prefill.at(largest, smallest[0]) - self._latency_ms) / max(1, largest)
+
+    @property
+    def latency_ms(self) -> float:
+        return self._latency_ms
 
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
-        return self._prefill.at(tokens, prefix) if tokens > 0 else 0.0
+        if tokens <= 0:
+            return 0.0
+        return max(self._prefill.at(tokens, prefix) - self._latency_ms, self._token_ms * tokens)
 
     def decode_ms(self, batch: float, context: float) -> float:
         return self._decode.at(batch, context) if batch > 0 else 0.0
@@ -172,6 +131,8 @@ class ModelFigures:
 
 class ReckonedTimes:
     """A roofline: the larger of computing and reading, and the cost of a step."""
+
+    latency_ms = 0.0
 
     def __init__(self, model: ModelFigures, gpu: GpuFigures) -> None:
         self._gpu = gpu
@@ -263,6 +224,10 @@ class Corrected:
 
     times: Times
     correction: Correction
+
+    @property
+    def latency_ms(self) -> float:
+        return self.times.latency_ms
 
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return self.times.prefill_ms(tokens, prefix) * self.correction.prefill

@@ -50,7 +50,7 @@ class Split:
 def prefill_rps(demand: Demand, speed: Speed) -> float:
     """The most prompts a second that an engine reads so that TTFT stays within its target; 0 if none does."""
     alone = speed.times.prefill_ms(max(1.0, demand.prompt_tokens))
-    most = math.inf if demand.terms.ttft_ms is None else SAFETY * demand.terms.ttft_ms
+    most = math.inf if demand.terms.ttft_ms is None else SAFETY * demand.terms.ttft_ms - speed.times.latency_ms
     if alone > most:
         return 0.0
     # As in a queue with one server and equal work (M/D/1): the wait is alone x busy / (2 (1 - busy)).

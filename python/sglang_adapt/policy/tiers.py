@@ -47,7 +47,7 @@ class TierSettings:
     def times(self, tp: int) -> Times:
         """How fast an engine of a TP size is. Raises NoTimesError."""
         if self.profile is not None:
-            return measured_times(self.profile.size(tp), self.sp_tokens.get(tp))
+            return measured_times(self.profile.size(tp), self.sp_tokens.get(tp), self.tp_sizes[0])
         for figures in self.figures:
             if figures.tp == tp:
                 return ReckonedTimes(figures, gpu_figures(self.key.gpu)[0])
@@ -70,7 +70,7 @@ class TierSettings:
         """(TTFT, TPOT) below which no target can be met at any TP size, of the smallest request, alone."""
         share = 1.0 if self.profile is not None else _RECKONED_FLOOR
         times = [self.times(tp) for tp in self.tp_sizes]
-        return share * min(t.prefill_ms(1) for t in times), share * min(t.decode_ms(1, 1) for t in times)
+        return share * min(t.latency_ms + t.prefill_ms(1) for t in times), share * min(t.decode_ms(1, 1) for t in times)
 
 
 def target_faults(settings: TierSettings, config: SloConfig) -> list[str]:

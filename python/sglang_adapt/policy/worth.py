@@ -87,7 +87,8 @@ class Appraiser:
 
     rows: Sequence[Row]
     speeds: Mapping[int, Speed]
-    _guarded: dict[tuple[str, int], Estimate] = field(default_factory=dict)
+    _shared: dict[tuple[str, int], tuple[Estimate, float, float] | None] = field(default_factory=dict)
+    _blends: dict[tuple[str, int, int, int], Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._order = sorted(
@@ -121,21 +122,37 @@ class Appraiser:
     def _on(self, row: Row, tp: int, counts: Counts) -> Estimate:
         """A tier's estimate where a tighter one is: as in admission, it leaves room for that one on a part of the
         engines (`reserve.guards`). Its first tokens may come as late as its own target says."""
+        alone = row.estimates[tp]
+        if not alone.capacity_rps:
+            return alone
+        key = (row.tier, tp)
+        if key not in self._shared:
+            self._shared[key] = self._beside_tighter(row, tp)
+        shared = self._shared[key]
+        if shared is None:
+            return alone
+        guarded, looser, asked = shared
+        count = counts[tp]
+        open_ones = min(count - 1, math.floor(count * looser / asked)) if asked > 0 else 0
+        blend = (row.tier, tp, open_ones, count)
+        if blend not in self._blends:
+            self._blends[blend] = _blended(guarded, alone, open_ones / count)
+        return self._blends[blend]
+
+    def _beside_tighter(self, row: Row, tp: int) -> tuple[Estimate, float, float] | None:
+        """A tier's estimate on an engine that leaves room for a tighter one, and what is asked for there by weight:
+        what is looser than the tightest, and all; None if no tier there is tighter."""
         own, alone = row.demand.terms, row.estimates[tp]
         there = [other for other in self._order if other.estimates[tp].capacity_rps > 0]
         tightest = min((_tpot_ms(other) for other in there), default=math.inf)
-        if not alone.capacity_rps or tightest >= _tpot_ms(row):
-            return alone
-        if (row.tier, tp) not in self._guarded:
-            speed = self.speeds[tp]
-            most = min(guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY, _tpot_ms(row))
-            self._guarded[row.tier, tp] = (
-                estimate(row.demand, speed, own.ttft_ms, most, own=False) if math.isfinite(most) else alone
-            )
+        if tightest >= _tpot_ms(row):
+            return None
+        speed = self.speeds[tp]
+        most = min(guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY, _tpot_ms(row))
+        guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if math.isfinite(most) else alone
         asked = sum(other.weight * other.offered_rps for other in there)
         looser = sum(other.weight * other.offered_rps for other in there if _tpot_ms(other) > tightest)
-        open_ones = min(counts[tp] - 1, math.floor(counts[tp] * looser / asked)) if asked > 0 else 0
-        return _blended(self._guarded[row.tier, tp], alone, open_ones / counts[tp])
+        return guarded, looser, asked
 
 
 def _tpot_ms(row: Row) -> float:

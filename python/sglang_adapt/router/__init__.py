@@ -7,7 +7,8 @@
 - `calls.py`: asks an engine's ranks for one thing and waits; `pools.py`: the ledgers of KV blocks and engines' leases;
 - `modes.py`: the switch of layout, with `switch.py`, `precopy.py` and `placing.py`;
 - `readback.py`: the layout as engines say it; `repair.py`: requests whose engine has died, with `journal.py`;
-- `admission.py`: requests by tiers; `limits.py`: limits of engines' iterations; `tiers.py`: what makes and runs both;
+- `admission.py`: requests by tiers, over `records.py`, `tickets.py`, `held.py`, `loads.py`, `prefixes.py`,
+  `expected.py` and `learning.py`; `tiers.py`: what makes and runs it; `limits.py`: limits of engines' iterations;
 - `process.py`: the process, which makes all of these and connects them; `args.py`: what it is given;
 - `lifecycle.py`: what follows when an engine or keeper comes or goes;
 - `starts.py`: a start of an engine: sockets, ranks, warm-up; `observe.py`: what memory it takes;

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Any
 
@@ -81,21 +81,39 @@ class EngineCalls:
         Raises:
             CallRefusedError, CallBrokenError, EngineGoneError: see there.
         """
+        return await self.begin(engine, name, payload, epoch, timeout_s)
+
+    def begin(
+        self, engine: str, name: str, payload: dict[str, Any], epoch: int, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Awaitable[list[dict[str, Any]]]:
+        """The same, sent before this returns, so that the engine has it before whatever is sent to it next.
+
+        Returns what is to be awaited, once, for the answers; all errors come from there.
+        """
         if not self._is_up(engine):
-            raise EngineGoneError(f"{engine}: {name} was not sent: the engine is down, or being started")
+            return _failed(EngineGoneError(f"{engine}: {name} was not sent: the engine is down, or being started"))
         call, sent_s = EngineCall(next(self._ids), epoch, name, payload), monotonic()
-        deaths = self._deaths[engine]
         future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
-        self._open[call.id] = (engine, call, future)
         try:
-            try:
-                self._send(engine, wire.encode_call(call))
-            except zmq.Again:
-                raise EngineGoneError(f"{engine}: {name} was not sent: the engine does not take messages") from None
-            try:
-                reply = await asyncio.wait_for(future, timeout_s)
-            except TimeoutError:
-                raise CallBrokenError(f"{engine}: {name} was not answered within {timeout_s:g} s") from None
+            self._send(engine, wire.encode_call(call))
+        except zmq.Again:
+            return _failed(EngineGoneError(f"{engine}: {name} was not sent: the engine does not take messages"))
+        self._open[call.id] = (engine, call, future)
+        return self._answer(call, engine, future, (sent_s, self._deaths[engine]), timeout_s)
+
+    async def _answer(
+        self,
+        call: EngineCall,
+        engine: str,
+        future: asyncio.Future[EngineReply],
+        since: tuple[float, int],
+        timeout_s: float,
+    ) -> list[dict[str, Any]]:
+        name, (sent_s, deaths) = call.name, since
+        try:
+            reply = await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise CallBrokenError(f"{engine}: {name} was not answered within {timeout_s:g} s") from None
         finally:
             del self._open[call.id]
         if self._deaths[engine] != deaths:
@@ -124,6 +142,10 @@ class EngineCalls:
         for asked, call, future in self._open.values():
             if asked == engine and not future.done():
                 future.set_exception(EngineGoneError(f"{engine}: {call.name} was not answered: {why}"))
+
+
+async def _failed(error: EngineCallError) -> list[dict[str, Any]]:
+    raise error
 
 
 def _timed(answers: list[dict[str, Any]], reply: EngineReply, sent_s: float) -> list[dict[str, Any]]:

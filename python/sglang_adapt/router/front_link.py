@@ -83,7 +83,7 @@ class FrontLink:
             return messages.AdmitAnswer(request.id, True)
         if not self.router.accepting:
             return messages.AdmitAnswer(request.id, False, reason="the server is shutting down", draining=True)
-        return self.router.admission.ask(request, self.router.serving())
+        return self.router.ask(request)
 
     async def _answer_layout(self, request: LayoutQuestion) -> None:
         self._tell(await self._layout(request), "an answer about the layout")

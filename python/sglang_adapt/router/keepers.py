@@ -127,7 +127,9 @@ class Keepers:
             return
         self._loop.remove_reader(keeper.connection.fileno())
         seconds = time.monotonic() - self._started_at[config.name]
-        logger.info("%s: ready after %.1f s, one copy for TP sizes up to %s", config.name, seconds, config.finest_tp)
+        logger.info(
+            "%s: ready after %.1f s, %s for TP sizes up to %s", config.name, seconds, config.part, config.finest_tp
+        )
         if self.ready:
             self._on_ready()
 

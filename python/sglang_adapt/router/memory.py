@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.layout import EngineSpec, nesting, shard_on
 from sglang_adapt.keeper import KeeperConfig, RegionSpec
 from sglang_adapt.kv.ledger_format import ledger_bytes
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.keepers import Keepers
 from sglang_adapt.upstream.kv_pool import RankPool
-from sglang_adapt.weights import WeightsHandle
+from sglang_adapt.weights import Part, WeightsHandle
 
 _KV_REGION = "kv"
 _LEDGER_REGION = "ledger"
 
 
 def keeper_configs(args: RouterArgs) -> list[KeeperConfig]:
-    """One keeper a GPU; virtual GPUs share one, because their memory is the host's."""
+    """One keeper a GPU. Virtual GPUs that need the same weights share one, because their memory is the host's."""
     config = args.config
     if not config.share_weights:
         return []
-    finest = config.tp_sizes[-1]
-    groups = [tuple(range(config.gpus))] if config.virtual else [(gpu,) for gpu in range(config.gpus)]
+    finest, parts = config.tp_sizes[-1], nesting(config.tp_sizes)
+    groups = (
+        [tuple(gpu for gpu in range(config.gpus) if shard_on(gpu, parts) == index) for index in range(parts)]
+        if config.virtual
+        else [(gpu,) for gpu in range(config.gpus)]
+    )
     return [
         KeeperConfig(
             args.server_args[finest],
@@ -29,6 +33,7 @@ def keeper_configs(args: RouterArgs) -> list[KeeperConfig]:
             tuple(args.device(gpu) for gpu in group),
             _regions(args),
             environment=args.environment,
+            part=Part(shard_on(group[0], parts), parts),
         )
         for group in groups
     ]

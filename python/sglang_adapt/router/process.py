@@ -143,7 +143,7 @@ class _Process:
                 lost=lambda engine: self._kill(engine, "it does not take messages any more"),
                 replied=lambda engine, data: self.calls.on_reply(engine.name, data),
                 stranded=lambda: self._repair.wake(),
-                placed=self._placed,
+                placing=self._placing,
                 taken=self._taken,
                 long_waits=self._long_waits,
                 ended=self._request_ended,
@@ -250,7 +250,7 @@ class _Process:
         self._repair = Repair(self._router, self.calls.call, self._kill, self._epoch)
         self._limits: LimitKeeper | None = None
         if self._router.admission is not None:
-            self._limits = LimitKeeper(self._router.admission.limits, self.calls.call, self._kill, self._epoch)
+            self._limits = LimitKeeper(self._router.admission.limits, self.calls.begin, self._kill, self._epoch)
 
     def _switch_ended(self) -> Callable[[Switch, Outcome], None]:
         """What counts the switches, if metrics are wanted, and tells the manager of them."""
@@ -317,10 +317,11 @@ class _Process:
         self._lifecycle.report_if_ready()
         self._front.send_status()
 
-    def _placed(self, engine: Engine) -> None:
-        """What it has been given may need tighter limits, before the next prompt comes."""
+    def _placing(self, rid: str, engine: Engine) -> None:
+        """What it is given next may need tighter limits: they have to be there when the engine begins to read it."""
         if self._limits is not None:
-            self._limits.refresh([engine])
+            assert self._router.admission is not None
+            self._limits.tell(engine, self._router.admission.limits(engine, rid))
 
     def _taken(self, rid: str) -> None:
         if self.modes is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import zmq
 
 from sglang_adapt.core.layout import Layout, Role
-from sglang_adapt.core.messages import EngineStatus, RouterStatus
+from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, EngineStatus, RouterStatus
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
@@ -36,7 +36,7 @@ class Outlets:
         lost: called with an engine that does not take messages any more.
         replied: called with an engine's reply to a call of the router's own (`calls.py`).
         stranded: called when requests have lost their engine.
-        placed: called with an engine that has been sent a request.
+        placing: called with a request and the engine that it is sent to next.
         taken: called with a request that an engine has now, while others are kept paused.
         long_waits: called when a request has come that no engine of the layout holds.
         ended: called with an engine whose request has ended, or gone.
@@ -49,7 +49,7 @@ class Outlets:
     lost: Callable[[Engine], None]
     replied: Callable[[Engine, bytes], None]
     stranded: Callable[[], None] = lambda: None
-    placed: Callable[[Engine], None] = lambda engine: None
+    placing: Callable[[str, Engine], None] = lambda rid, engine: None
     taken: Callable[[str], None] = lambda rid: None
     long_waits: Callable[[], None] = lambda: None
     ended: Callable[[Engine], None] = lambda engine: None
@@ -164,6 +164,14 @@ class Router:
         return self._serving.engine_for(rid)
 
     # Requests that wait, and what is told.
+
+    def ask(self, request: AdmitRequest) -> AdmitAnswer:
+        """Is a request admitted that has not been tokenized yet? The planner is told of what is refused, too."""
+        assert self.admission is not None, "a deployment without tiers refuses nothing"
+        answer = self.admission.ask(request, self.serving())
+        if not answer.admitted and self._traffic is not None:
+            self._traffic.refused(request.terms.tier, request.tokens)
+        return answer
 
     def let_go(self) -> None:
         """Send requests that wait for room to the engines that have it now."""
@@ -496,6 +504,7 @@ class Router:
                 why = f"no engine of layout {self.layout} is up; one is being restarted, so try again shortly"
                 self._refuse(rid, wire.encode_unavailable(rid, why))
                 return
+            self._out.placing(rid, engine)
             if self._send(engine, data):
                 break
         if rid.startswith(wire.HEALTH_RID_PREFIX):
@@ -507,7 +516,6 @@ class Router:
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
             self.admission.placed(rid, engine)
-        self._out.placed(engine)
 
     def _wait_for_bound(self, rid: str, tokens: int, data: bytes) -> None:
         """No engine of the layout holds a request: it waits for one, or is refused where nobody binds one."""

@@ -138,6 +138,7 @@ class EngineStarts:
                         environment=self._args.environment,
                         pool=None if leases is None else self._memory.rank_pool(spec, rank, leases[rank]),
                         sp_tokens=self._config.sp_tokens.get(spec.tp),
+                        base_tp=self._config.base_tp,
                     ),
                 ),
             )

@@ -29,8 +29,20 @@ class Traffic:
     def arrived(self, rid: str, tokens: int) -> None:
         """A request has been accepted, with a prompt of about `tokens`."""
         tier = self._tiers[rid] = self._tier_of(rid)
+        self._count(tier, tokens)
+
+    def refused(self, tier: str, tokens: int) -> None:
+        """A request of a tier was not admitted. It is asked for as well: another layout might have room for it."""
+        self._count(tier, tokens)
+
+    def _count(self, tier: str, tokens: int) -> None:
         known = self._now.get(tier, Arrivals())
-        self._now[tier] = replace(known, requests=known.requests + 1, prompt_tokens=known.prompt_tokens + tokens)
+        self._now[tier] = replace(
+            known,
+            requests=known.requests + 1,
+            prompt_tokens=known.prompt_tokens + tokens,
+            prompt_squares=known.prompt_squares + tokens * tokens,
+        )
 
     def finished(self, rid: str, tokens: int) -> None:
         """A request has given all its `tokens`."""

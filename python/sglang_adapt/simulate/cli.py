@@ -27,6 +27,7 @@ from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.files import replace_file
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.slo_file import SloFileError
+from sglang_adapt.front.flags import sp_threshold
 from sglang_adapt.simulate.check import CheckError, check
 from sglang_adapt.simulate.flags import AUTO, FlagError, layout_of, setting_of
 from sglang_adapt.simulate.hardware import PRICE, HardwareError
@@ -123,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     speed.add_argument("--gpus", type=whole, default=4, help="default: 4")
     speed.add_argument("--tp-sizes", default="", help="e.g. 1,2,4 (default: all of the profile, or 1,2,4)")
+    speed.add_argument(
+        "--sp",
+        metavar="auto|off|N",
+        type=sp_threshold,
+        help="as --adapt-sp of the server, with a --profile of both ways to run a batch (default: off)",
+    )
     speed.add_argument("--kv-tokens", type=whole, help="that a GPU holds at the smallest TP size (default: reckoned)")
     speed.add_argument("--chunk", type=whole, default=8192, help="prompt tokens of an iteration (default: 8192)")
     speed.add_argument("--page", type=whole, default=16, help="tokens of a page at the smallest TP size (default: 16)")

@@ -80,7 +80,9 @@ class Control:
             node.at(self._interval_ms, self._plan)
 
     def _finished(self, request: Request) -> None:
-        if not request.refused:
+        if request.refused:
+            self._traffic.refused(request.arrival.tier, request.arrival.prompt)
+        else:
             self._traffic.finished(request.rid, request.given)
 
     def _unfinished(self) -> Iterator[tuple[str, bool]]:

@@ -5,12 +5,13 @@ each part (`upstream/limits.py`). Several decode steps in which nothing changes 
 that comes meanwhile cuts the event short at the end of the step in flight.
 
 Simpler than stock: there is no prefix cache; a request takes the KV of its prompt and whole output when it begins, so
-none is ever retracted; pages are not rounded; background work is not preempted; prompts of a batch count as one prompt.
+none is ever retracted; pages are not rounded; background work is not preempted.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -55,7 +56,8 @@ class Request:
 
 @dataclass(slots=True)
 class _Batch:
-    """What an engine does: prompts (`read`, with the tokens of each), or `steps` decode steps of `step_ms`."""
+    """What an engine does: prompts (`read`, with the tokens of each), or `steps` decode steps of `step_ms`; or nothing,
+    until a request comes that is on its way."""
 
     began_ms: float
     ends_ms: float
@@ -93,6 +95,7 @@ class SimulatedEngine:
         self.requests: dict[int, Request] = {}
         self.batch: _Batch | None = None
         self.paused = False
+        self._coming: deque[tuple[float, Request]] = deque()
         self._waiting: list[tuple[int, float, int, Request]] = []
         self._begun: Request | None = None
         self._ends: list[tuple[int, int, Request]] = []
@@ -126,9 +129,12 @@ class SimulatedEngine:
         return request, request.given + self._step - request.joined
 
     def add(self, request: Request, now_ms: float) -> None:
-        """A request has come; `unread` of it is to be computed."""
+        """A request has been sent here; `unread` of it is to be computed, after the latency of a first token."""
         self.requests[request.number] = request
-        heappush(self._waiting, (-request.rank, request.arrival.at_ms, request.number, request))
+        if request.given:
+            self._queue(request)
+        else:
+            self._coming.append((now_ms + self.times.latency_ms, request))
         self._cut(now_ms)
         self.start(now_ms)
 
@@ -161,6 +167,8 @@ class SimulatedEngine:
         """Begin the next batch, if there is none, and there is something to do."""
         if self.batch is not None or self.paused:
             return
+        while self._coming and self._coming[0][0] <= now_ms:
+            self._queue(self._coming.popleft()[1])
         limit, running = self.limits.prefill_tokens, len(self._ends)
         if limit is not None and self._owed and running:
             self._decode(now_ms, self._owed)
@@ -169,13 +177,13 @@ class SimulatedEngine:
         if read:
             most = min(self.bounds.prefill_tokens, limit or self.bounds.prefill_tokens)
             tokens = sum(part for _, part in read)
-            # Of the one that goes on behind what it has read already, that counts for its part.
-            behind = sum(part * request.read for request, part in read) / tokens
-            took = self.times.prefill_ms(tokens, behind)
+            took = self.batch_ms(read)
             self._owed = min(STEPS, math.ceil(STEPS * tokens / most)) if limit is not None else 0
             self.batch = _Batch(now_ms, now_ms + took, read=read)
         elif running:
             self._decode(now_ms, MOST_STEPS)
+        elif self._coming:
+            self.batch = _Batch(now_ms, self._coming[0][0])
 
     def finish(self) -> Progress:
         """The batch has ended, which is `due_ms`."""
@@ -198,12 +206,23 @@ class SimulatedEngine:
             request.read, request.unread = request.arrival.prompt + request.given, 0
         left = sorted(self.requests.values(), key=lambda one: one.number)
         self.requests.clear()
+        self._coming.clear()
         self._waiting.clear()
         self._ends.clear()
         self._begun, self._context, self._reserved, self._owed = None, 0, 0, 0
         return left
 
     # Prompts.
+
+    def batch_ms(self, read: tuple[tuple[Request, int], ...]) -> float:
+        """The time of prompts, or parts, that are read together: each attends to itself alone; what a batch takes
+        however small it is they share."""
+        shared = (len(read) - 1) * self.times.prefill_ms(1)
+        alone = [self.times.prefill_ms(part, request.read) for request, part in read]
+        return max(max(alone), sum(alone) - shared)
+
+    def _queue(self, request: Request) -> None:
+        heappush(self._waiting, (-request.rank, request.arrival.at_ms, request.number, request))
 
     def _prompts(self) -> tuple[tuple[Request, int], ...]:
         """What of which prompts is read next: the one that has been begun, then by class and arrival."""
@@ -264,6 +283,8 @@ class SimulatedEngine:
         running = len(self._ends)
         steps = min(most, self._ends[0][0] - self._step)
         step_ms = self.times.decode_ms(running, self._context + running * (steps - 1) / 2)
+        if self._coming:
+            steps = min(steps, max(1, math.ceil((self._coming[0][0] - now_ms) / step_ms)))
         self.batch = _Batch(now_ms, now_ms + steps * step_ms, steps=steps, step_ms=step_ms)
 
     def _stepped(self, batch: _Batch) -> Progress:
@@ -283,8 +304,10 @@ class SimulatedEngine:
         return Progress(tokens, (), tuple(ended))
 
     def _cut(self, now_ms: float) -> None:
-        """Let decode steps end with the one in flight."""
+        """Let decode steps end with the one in flight, and what is nothing at once."""
         batch = self.batch
+        if batch is not None and not batch.steps and not batch.read:
+            self.batch = batch = None
         if batch is None or batch.steps <= 1:
             return
         steps = min(batch.steps, max(1, math.ceil((now_ms - batch.began_ms) / batch.step_ms)))

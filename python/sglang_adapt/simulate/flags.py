@@ -56,7 +56,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
 
 def _hardware(options: argparse.Namespace) -> Hardware:
     sizes = tuple(sorted(_numbers("--tp-sizes", options.tp_sizes))) if options.tp_sizes else None
-    shape = Shape(options.chunk, options.page, options.requests, options.kv_tokens)
+    shape = Shape(options.chunk, options.page, options.requests, options.kv_tokens, options.sp)
     price = PRICE
     if options.price is not None:
         try:

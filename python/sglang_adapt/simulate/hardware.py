@@ -13,7 +13,13 @@ from sglang_adapt.core.profile import Profile, ProfileError, read_profile
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.price import Price
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, Times, gpu_figures
-from sglang_adapt.policy.sequence import measured_times
+from sglang_adapt.policy.sequence import (
+    NoSequenceProfileError,
+    measured_times,
+    require_sequence,
+    sequence_lines,
+    thresholds,
+)
 
 MEMORY_BYTES = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
 _FOR_KV = 0.85
@@ -51,6 +57,10 @@ class Linked:
 
     times: Times
     token_ms: float
+
+    @property
+    def latency_ms(self) -> float:
+        return self.times.latency_ms
 
     def prefill_ms(self, tokens: float, prefix: float = 0.0) -> float:
         return self.times.prefill_ms(tokens, prefix) + self.token_ms * tokens
@@ -106,12 +116,14 @@ class Shape:
         page: tokens of a page at the smallest TP size (`--page-size`).
         requests: that run at a time (`--max-running-requests`).
         kv_tokens: that a GPU holds at the smallest TP size (`--max-total-tokens`); None: reckoned.
+        sp: which batches run sequence-parallel (`--adapt-sp`), as `policy.sequence.thresholds` takes it.
     """
 
     chunk: int = 8192
     page: int = 16
     requests: int = 2048
     kv_tokens: int | None = None
+    sp: str | int | None = None
 
 
 def reckoned(
@@ -132,8 +144,13 @@ def reckoned(
         link_bytes_per_s: that a GPU sends to the others of its engine; None: what sums send takes no time.
 
     Raises:
-        HardwareError: the model or the card is not known, or the weights do not fit.
+        HardwareError: the model or the card is not known, the weights do not fit, or batches are to run
+            sequence-parallel, of which nothing is reckoned.
     """
+    if shape.sp is not None:
+        raise HardwareError(
+            f"--sp {shape.sp}: times of sequence-parallel batches are not reckoned; give a --profile with both ways"
+        )
     if model not in MODELS:
         raise HardwareError(f"--model {model} is not known; give one of {', '.join(MODELS)}, or --profile")
     if card not in MEMORY_BYTES:
@@ -192,12 +209,23 @@ def of_profile(
     """As `measured`, of a profile that has been read, called `name`, and has these TP sizes.
 
     Raises:
-        HardwareError: `kv_tokens` is not known, or a number is not above 0.
+        HardwareError: `kv_tokens` is not known, a number is not above 0, or the profile does not say how quick
+            sequence-parallel batches of engines with these TP sizes are, and some are to run so.
     """
     if shape.kv_tokens is None:
         raise HardwareError("--kv-tokens is not given: a profile does not say how many tokens a GPU holds")
-    times: dict[int, Times] = {tp: measured_times(profile.size(tp)) for tp in tp_sizes}
-    source = f"{name}: {profile.key.model} on {profile.key.gpu}"
+    base_tp, *wide = tp_sizes
+    try:
+        # A number alone would be taken for times that are no quicker.
+        sp_tokens = thresholds(shape.sp, tp_sizes, profile)
+        if shape.sp is not None:
+            for tp in wide:
+                require_sequence(profile.size(tp), base_tp)
+    except NoSequenceProfileError as error:
+        raise HardwareError(f"--sp {shape.sp}: {name}: {error}; measure both ways to run a batch") from None
+    times: dict[int, Times] = {tp: measured_times(profile.size(tp), sp_tokens.get(tp), base_tp) for tp in tp_sizes}
+    lines = sequence_lines(shape.sp, tp_sizes, sp_tokens)
+    source = "; ".join((f"{name}: {profile.key.model} on {profile.key.gpu}", *lines))
     return _made(times, shape, shape.kv_tokens, token_bytes, price, source, profile)
 
 

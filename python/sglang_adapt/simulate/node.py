@@ -137,7 +137,6 @@ class Node:
             self.ended += 1
             self._tell(self.finished, request)
         else:
-            # As in the router: what is refused is not seen by the planner.
             self._tell(self.accepted, request)
         self._look()
 

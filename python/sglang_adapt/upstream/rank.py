@@ -44,6 +44,7 @@ class RankArgs:
         environment: the front's environment, which stock's launcher has filled in.
         pool: its GPU's KV pool, or None to allocate one as stock does.
         sp_tokens: tokens of a batch from which it runs sequence-parallel; None if none ever does.
+        base_tp: TP size whose shards of the weights such a batch runs on; 1: on all of them.
     """
 
     engine: str
@@ -57,6 +58,7 @@ class RankArgs:
     environment: dict[str, str]
     pool: RankPool | None = None
     sp_tokens: int | None = None
+    base_tp: int = 1
 
 
 class OneOutputSocket(Patch):
@@ -135,7 +137,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     if args.weights is not None:
         from sglang_adapt.upstream.weights.attach import use_store
 
-        use_store(args.weights, args.sp_tokens)
+        use_store(args.weights, args.sp_tokens, args.base_tp)
 
     import setproctitle
     import torch

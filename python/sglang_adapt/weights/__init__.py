@@ -7,18 +7,23 @@ equal parts: a run of rows or a range of columns, never a copy. A fused matrix (
 therefore ordered by block, `[q0 k0 v0 | q1 k1 v1 | ...]`, so that at t < T its output has to be read
 accordingly.
 
+Where no TP size is smaller than t, a store may have one of t parts only (`Part`): the shards that the ranks of one GPU
+read.
+
 This room knows tensors only; what a stock model's parameters are is for `upstream.weights` to say.
 """
 
-from sglang_adapt.weights.manifest import Manifest, ParamEntry, ParamKind, ShardSpec, plan_layout
+from sglang_adapt.weights.manifest import WHOLE, Manifest, ParamEntry, ParamKind, Part, ShardSpec, plan_layout
 from sglang_adapt.weights.store import WeightsHandle, WeightStore
 from sglang_adapt.weights.views import ExpectedParam, ViewMismatchError, checked_view, shard_view
 
 __all__ = [
+    "WHOLE",
     "ExpectedParam",
     "Manifest",
     "ParamEntry",
     "ParamKind",
+    "Part",
     "ShardSpec",
     "ViewMismatchError",
     "WeightStore",

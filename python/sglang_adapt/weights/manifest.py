@@ -57,7 +57,7 @@ class ParamEntry:
 
     Attributes:
         name, kind, dim, dtype: as in `ShardSpec`.
-        shape: of the joined parameter.
+        shape: of the joined parameter, as far as the store has it.
         offset: of its first byte in the store.
     """
 
@@ -78,12 +78,40 @@ class ParamEntry:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which part of all weights a store has: the `index`-th of `of` equal ones, as rank `index` at TP size `of`.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+
+    index: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.of:
+            raise ValueError(f"of {self.of} parts of the weights none has the index {self.index}")
+
+    def ranks(self, tp_size: int) -> range:
+        """The ranks of a TP size, a multiple of `of`, whose weights are in it."""
+        count = tp_size // self.of
+        return range(self.index * count, (self.index + 1) * count)
+
+    def __str__(self) -> str:
+        return "all weights" if self.of == 1 else f"part {self.index + 1} of {self.of} of the weights"
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The contents of a store.
 
     Attributes:
         model: what the weights are of, in words; an engine whose own words differ is refused.
         finest_tp: the TP size T whose shards lie side by side.
+        part: which of these shards are there.
         nbytes: size of the store.
         entries: the parameters, in the order of their offsets.
     """
@@ -92,6 +120,7 @@ class Manifest:
     finest_tp: int
     nbytes: int
     entries: tuple[ParamEntry, ...]
+    part: Part = WHOLE
 
     @cached_property
     def by_name(self) -> dict[str, ParamEntry]:
@@ -106,19 +135,22 @@ class Manifest:
         return msgspec.json.decode(data, type=cls)
 
 
-def plan_layout(model: str, finest_tp: int, shards: Iterable[ShardSpec]) -> Manifest:
+def plan_layout(model: str, finest_tp: int, shards: Iterable[ShardSpec], part: Part = WHOLE) -> Manifest:
     """Lay the shards of the finest TP size out side by side.
 
     Args:
         model: what the weights are of.
         finest_tp: the TP size T that the shards are of.
         shards: the parameters of one rank; those of all ranks are alike.
+        part: which of the shards are to be there.
 
     Raises:
-        ValueError: a TP size below 1, a parameter named twice, or none at all.
+        ValueError: a TP size below 1 or that cannot be cut into such parts, a parameter named twice, or none at all.
     """
     if finest_tp < 1:
         raise ValueError(f"the finest TP size is {finest_tp}; it must be at least 1")
+    if finest_tp % part.of:
+        raise ValueError(f"{finest_tp} shards of {model} are no {part.of} equal parts")
     entries: list[ParamEntry] = []
     seen: set[str] = set()
     offset = 0
@@ -128,10 +160,10 @@ def plan_layout(model: str, finest_tp: int, shards: Iterable[ShardSpec]) -> Mani
         seen.add(shard.name)
         shape = list(shard.shape)
         if shard.dim is not None:
-            shape[shard.dim] *= finest_tp
+            shape[shard.dim] *= len(part.ranks(finest_tp))
         entry = ParamEntry(shard.name, shard.kind, shard.dim, tuple(shape), shard.dtype, offset)
         entries.append(entry)
         offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
     if not entries:
         raise ValueError(f"{model} has no parameters to store")
-    return Manifest(model, finest_tp, offset, tuple(entries))
+    return Manifest(model, finest_tp, offset, tuple(entries), part)

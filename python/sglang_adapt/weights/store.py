@@ -70,13 +70,12 @@ class WeightStore:
         return blocks
 
     def full(self, name: str) -> torch.Tensor:
-        """A whole parameter. Raises KeyError if the store has none of that name."""
+        """All that the store has of a parameter. Raises KeyError if it has none of that name."""
         return full_view(self.region.tensor, self.manifest.by_name[name])
 
     def shard(self, name: str, rank: int, tp_size: int) -> torch.Tensor:
-        """Rank `rank`'s view of a parameter. Raises KeyError, or ViewMismatchError for an unfit TP size."""
-        self._check_rank(rank, tp_size)
-        return shard_view(self.region.tensor, self.manifest.by_name[name], rank, tp_size)
+        """Rank `rank`'s view of a parameter. Raises KeyError, or ViewMismatchError for an unfit rank or TP size."""
+        return shard_view(self.region.tensor, self.manifest.by_name[name], *self._place(rank, tp_size))
 
     def views(self, model: str, expected: list[ExpectedParam], rank: int, tp_size: int) -> dict[str, torch.Tensor]:
         """Rank `rank`'s views of all parameters of a model, by name.
@@ -89,7 +88,7 @@ class WeightStore:
             ViewMismatchError: a parameter that only one of the two has, or that differs; names it. Or models
                 that are not the same although their parameters are alike.
         """
-        self._check_rank(rank, tp_size)
+        place, places = self._place(rank, tp_size)
         entries = self.manifest.by_name
         names = {param.name for param in expected}
         for there, here, missing in (
@@ -104,7 +103,7 @@ class WeightStore:
                     "different models"
                 )
         buffer = self.region.tensor
-        views = {param.name: checked_view(buffer, entries[param.name], rank, tp_size, param) for param in expected}
+        views = {param.name: checked_view(buffer, entries[param.name], place, places, param) for param in expected}
         if model != self.manifest.model:
             raise ViewMismatchError(f"the engine's model is a {model}, but the store holds a {self.manifest.model}")
         return views
@@ -113,10 +112,19 @@ class WeightStore:
         """Give up this process's reference to the memory; see `memory.Region.close`."""
         self.region.close()
 
-    def _check_rank(self, rank: int, tp_size: int) -> None:
+    def _place(self, rank: int, tp_size: int) -> tuple[int, int]:
+        """Which of how many equal parts of the store is a rank's."""
         self.blocks_per_rank(tp_size)
         if not 0 <= rank < tp_size:
             raise ViewMismatchError(f"TP {tp_size} has no rank {rank}")
+        part = self.manifest.part
+        ranks = part.ranks(tp_size)
+        if tp_size % part.of or rank not in ranks:
+            raise ViewMismatchError(
+                f"rank {rank} of TP {tp_size} reads other weights than {part} of {self.manifest.model}, which is what "
+                "the store of its GPU has; the ranks of an engine have to be on GPUs as `core.layout` says"
+            )
+        return rank - ranks.start, len(ranks)
 
     def __enter__(self) -> Self:
         return self

@@ -31,7 +31,7 @@ class ExpectedParam:
 
 
 def full_view(buffer: torch.Tensor, entry: ParamEntry) -> torch.Tensor:
-    """A whole parameter.
+    """A parameter, all that the store has of it.
 
     Args:
         buffer: the store's bytes, uint8 [nbytes].
@@ -41,13 +41,13 @@ def full_view(buffer: torch.Tensor, entry: ParamEntry) -> torch.Tensor:
 
 
 def shard_view(buffer: torch.Tensor, entry: ParamEntry, rank: int, tp_size: int) -> torch.Tensor:
-    """Rank `rank`'s part of a parameter at a TP size: rows of it, columns of it (strided), or all of it.
+    """One of `tp_size` equal parts of what the store has of a parameter: rows of it, columns (strided), or all of it.
 
     Args:
         buffer: the store's bytes, uint8 [nbytes].
         entry: where the parameter lies.
-        rank: 0 <= rank < tp_size.
-        tp_size: must divide the store's finest TP size; see `store.WeightStore.shard`.
+        rank: which part, 0 <= rank < tp_size.
+        tp_size: how many; must divide the number of the store's shards. See `store.WeightStore.shard`.
 
     Raises:
         ViewMismatchError: the parameter cannot be cut into `tp_size` equal parts.

@@ -1,4 +1,4 @@
-"""Tokens for heads and back, between the ranks of an engine. Only the ranks' slices are padded, to equal length."""
+"""Tokens for heads and back, and sums, between an engine's ranks. Only their slices are padded, to equal length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 class Group(Protocol):
-    """Of stock's `GroupCoordinator` what is needed here; of all ranks of the engine."""
+    """Of stock's `GroupCoordinator` what is needed here."""
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
 
@@ -25,8 +25,8 @@ class TokenSlices:
 
     Attributes:
         tokens: of the batch, at least 1.
-        rank: this one.
-        ranks: of the engine.
+        rank: this one, among those that share the tokens out.
+        ranks: that share them out.
     """
 
     tokens: int
@@ -53,12 +53,22 @@ class Exchange:
 
     Args:
         slices: of the batch.
-        group: of the ranks.
+        group: of the ranks that share its tokens out.
+        sums: of the ranks that have the same tokens and other parts of the weights; None if each has all of them.
     """
 
-    def __init__(self, slices: TokenSlices, group: Group) -> None:
+    def __init__(self, slices: TokenSlices, group: Group, sums: Group | None = None) -> None:
         self.slices = slices
         self._group = group
+        self._sums = sums
+
+    def sum_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, width]`, this rank's part of a sum over the parts of the weights; may be written over.
+
+        Returns:
+            The sum, `[rows, width]`.
+        """
+        return x if self._sums is None else self._sums.all_reduce(x)
 
     def tokens_to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """All heads of this rank's tokens `[rows, ranks * width]` for this rank's heads of all tokens.

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_m
 from torch import nn
 
 from sglang_adapt.upstream.sequence.layers import (
-    WholeLinear,
+    BaseLinear,
     run_communicator,
     run_embedding,
     run_gate_up,
@@ -43,15 +43,15 @@ def run_sequences(model: nn.Module, store: WeightStore, mode: SequenceMode) -> d
     for name, module in model.named_modules():
         if isinstance(getattr(module, "qkv_proj", None), QKVParallelLinear):
             qkv, o = (_layer(module, attribute, name, handled) for attribute in _ATTENTION)
-            run_qkv(qkv, WholeLinear(qkv, f"{name}.qkv_proj", store), mode)
-            run_row(o, WholeLinear(o, f"{name}.o_proj", store), mode, has_heads=True)
+            run_qkv(qkv, BaseLinear(qkv, f"{name}.qkv_proj", store, mode.base), mode)
+            run_row(o, BaseLinear(o, f"{name}.o_proj", store, mode.base), mode, has_heads=True)
             found["attention"] += 1
         if isinstance(getattr(module, "gate_up_proj", None), MergedColumnParallelLinear):
             gate_up, down = (_layer(module, attribute, name, handled) for attribute in _MLP)
-            run_gate_up(gate_up, WholeLinear(gate_up, f"{name}.gate_up_proj", store), mode)
-            run_row(down, WholeLinear(down, f"{name}.down_proj", store), mode, has_heads=False)
+            run_gate_up(gate_up, BaseLinear(gate_up, f"{name}.gate_up_proj", store, mode.base), mode)
+            run_row(down, BaseLinear(down, f"{name}.down_proj", store, mode.base), mode, has_heads=False)
             if not isinstance(module.act_fn, BlockActivation):
-                # Of one block it does what it did; the whole product has all of them.
+                # Of one block it does what it did; the product of a larger shard has several.
                 module.act_fn = BlockActivation(module.act_fn, sum(gate_up.output_sizes) // store.finest_tp)
             found["mlp"] += 1
         communicator = getattr(module, "layer_communicator", None)
@@ -64,7 +64,7 @@ def run_sequences(model: nn.Module, store: WeightStore, mode: SequenceMode) -> d
                 f"{name} ({type(module).__name__}) is not known to run sequence-parallel; give --adapt-sp off"
             )
     inner = model.model
-    run_embedding(inner.embed_tokens, store.full("model.embed_tokens.weight"), mode)
+    run_embedding(inner.embed_tokens, store.shard("model.embed_tokens.weight", mode.base.shard, mode.base.tp), mode)
     _choose_in_forward(inner, mode)
     _gather_before_logits(model.logits_processor, mode)
     return dict(found)

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from sglang_adapt.upstream.sequence.exchange import Exchange, Group, TokenSlices
+from sglang_adapt.upstream.sequence.base import Base
+from sglang_adapt.upstream.sequence.exchange import Exchange, TokenSlices
+from sglang_adapt.upstream.sequence.group import Groups
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +30,8 @@ class SequenceMode:
     """The mode of one rank's model.
 
     Args:
-        rank: this one.
-        ranks: of the engine.
-        group: of them.
+        base: this rank's part of a batch that runs sequence-parallel.
+        groups: of it.
         threshold: tokens of a batch from which it runs sequence-parallel; 0 and 1: each batch; None: no batch.
 
     Attributes:
@@ -40,10 +41,9 @@ class SequenceMode:
         counted: told of each batch: its mode and kind.
     """
 
-    def __init__(self, rank: int, ranks: int, group: Group, threshold: int | None) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self._group = group
+    def __init__(self, base: Base, groups: Groups, threshold: int | None) -> None:
+        self.base = base
+        self._groups = groups
         self._threshold = threshold
         self.exchange: Exchange | None = None
         self.batches: Counter[tuple[str, str]] = Counter()
@@ -96,7 +96,8 @@ class SequenceMode:
                 )
             self.unable[reason] += 1
             return None
-        return Exchange(TokenSlices(tokens, self.rank, self.ranks), self._group)
+        slices = TokenSlices(tokens, self.base.slice, self.base.sp)
+        return Exchange(slices, self._groups.tokens, self._groups.sums)
 
     def count(self, mode: str, kind: str) -> None:
         self.batches[mode, kind] += 1
@@ -123,11 +124,17 @@ class SequenceMode:
         return kept[1] if kept is not None and kept[0] is hidden else None
 
     def said(self) -> dict[str, Any]:
-        """Plain values: `tokens` (the threshold), `batches` by mode and kind, `unable` by reason."""
+        """Plain values: `tokens` (the threshold), `base` (`sp` and `tp`, of whose product the ranks are), `batches` by
+        mode and kind, `unable` by reason."""
         batches = {
             mode: {kind: self.batches[mode, kind] for kind in ("prefill", "decode")} for mode in (SEQUENCE, TENSOR)
         }
-        return {"tokens": self._threshold, "batches": batches, "unable": dict(self.unable)}
+        return {
+            "tokens": self._threshold,
+            "base": {"sp": self.base.sp, "tp": self.base.tp},
+            "batches": batches,
+            "unable": dict(self.unable),
+        }
 
 
 def unable_reason(batch: Any, has_embeds: bool) -> str | None:

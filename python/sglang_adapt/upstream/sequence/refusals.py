@@ -61,7 +61,8 @@ def check_sliceable(server_args: ServerArgs, model_config: ModelConfig, tp_sizes
     if len(tp_sizes) < 2:
         raise UnsliceableError(
             f"batches run sequence-parallel on the copy of all weights that engines of several TP sizes share, and "
-            f"there is only TP {tp_sizes[0]}; add another one to --adapt-tp-sizes. {WAY_OUT}"
+            f"there is only TP {tp_sizes[0]}; add a {'larger' if tp_sizes[0] == 1 else 'smaller'} one to "
+            f"--adapt-tp-sizes. {WAY_OUT}"
         )
     names = list(model_config.hf_config.architectures or ())
     if not any(name in ARCHITECTURES for name in names):

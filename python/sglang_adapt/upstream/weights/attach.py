@@ -7,10 +7,12 @@ from typing import Any
 
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.sequence.counting import CountGraphReplays
+from sglang_adapt.upstream.sequence.group import CaptureOwnGroups
 from sglang_adapt.weights import WeightsHandle
 
 _handle: WeightsHandle | None = None
 _sp_tokens: int | None = None
+_base_tp = 1
 
 
 class LoadFromStore(Patch):
@@ -26,11 +28,11 @@ class LoadFromStore(Patch):
 
     @staticmethod
     def hook(*args: Any, **kwargs: Any) -> tuple[Any, Any] | None:
-        from sglang_adapt.upstream.weights.loader import HANDLE_KEY, SP_TOKENS_KEY, ViewLoader
+        from sglang_adapt.upstream.weights.loader import BASE_TP_KEY, HANDLE_KEY, SP_TOKENS_KEY, ViewLoader
 
         if kwargs["is_draft_worker"]:
             return None
-        extra = {HANDLE_KEY: _handle, SP_TOKENS_KEY: _sp_tokens}
+        extra = {HANDLE_KEY: _handle, SP_TOKENS_KEY: _sp_tokens, BASE_TP_KEY: _base_tp}
         load_config = dataclasses.replace(
             kwargs["load_config"], load_format=ViewLoader, model_loader_extra_config=extra
         )
@@ -96,7 +98,7 @@ STORE_PATCHES: tuple[type[Patch], ...] = (
 )
 
 
-def use_store(handle: WeightsHandle, sp_tokens: int | None = None) -> list[str]:
+def use_store(handle: WeightsHandle, sp_tokens: int | None = None, base_tp: int = 1) -> list[str]:
     """Make the scheduler that this process is about to build run on a store's weights.
 
     To be called after stock's plugins are loaded and before `Scheduler(...)`.
@@ -104,6 +106,7 @@ def use_store(handle: WeightsHandle, sp_tokens: int | None = None) -> list[str]:
     Args:
         handle: the store on this rank's GPU.
         sp_tokens: tokens of a batch from which it runs sequence-parallel; None if none ever does.
+        base_tp: TP size whose shards of the weights such a batch runs on; 1: on all of them.
 
     Returns:
         The names of the patches in place.
@@ -111,8 +114,8 @@ def use_store(handle: WeightsHandle, sp_tokens: int | None = None) -> list[str]:
     Raises:
         PatchError: a patch could not be applied.
     """
-    global _handle, _sp_tokens
-    _handle, _sp_tokens = handle, sp_tokens
-    patches = STORE_PATCHES if sp_tokens is None else (*STORE_PATCHES, CountGraphReplays)
+    global _handle, _sp_tokens, _base_tp
+    _handle, _sp_tokens, _base_tp = handle, sp_tokens, base_tp
+    patches = STORE_PATCHES if sp_tokens is None else (*STORE_PATCHES, CountGraphReplays, CaptureOwnGroups)
     PATCHES.apply(*patches)
     return PATCHES.verify(*patches)

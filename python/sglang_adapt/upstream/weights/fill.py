@@ -32,7 +32,7 @@ from sglang_adapt.upstream.weights.construct import build_model
 from sglang_adapt.upstream.weights.params import describe_model, model_params, shard_spec
 from sglang_adapt.upstream.weights.refusals import check_model
 from sglang_adapt.upstream.weights.synthetic import SyntheticLoader
-from sglang_adapt.weights import Manifest, WeightStore, plan_layout
+from sglang_adapt.weights import WHOLE, Manifest, Part, WeightStore, plan_layout
 
 _MODEL_LOADER = "sglang.srt.model_loader.loader"
 
@@ -60,13 +60,15 @@ class StoreFiller:
         server_args: stock's, of any of the engines: the TP size in them is not looked at.
         finest_tp: the TP size T that the store is laid out for.
         gpu_id: index of the GPU, or of a virtual GPU, that the store is for.
+        part: of the weights that it is to have.
 
     Raises:
         UnshareableError: the model cannot be shared.
     """
 
-    def __init__(self, server_args: ServerArgs, finest_tp: int, gpu_id: int) -> None:
+    def __init__(self, server_args: ServerArgs, finest_tp: int, gpu_id: int, part: Part = WHOLE) -> None:
         self._finest_tp = finest_tp
+        self._part = part
         self._gpu_id = gpu_id
         self._device = torch.device(server_args.device)
         publish(server_args, role="weight_cache_daemon")
@@ -91,10 +93,10 @@ class StoreFiller:
             model = build_model(self._model_config, self._load_config, self._device)
         params = model_params(model, self._finest_tp)
         name = describe_model(self._model_config.hf_config, type(model).__name__)
-        return plan_layout(name, self._finest_tp, (shard_spec(param) for param in params))
+        return plan_layout(name, self._finest_tp, (shard_spec(param) for param in params), self._part)
 
     def fill(self, store: WeightStore, progress: ProgressCallback | None = None) -> None:
-        """Load all weights into a store of this layout.
+        """Load all weights of its part into a store of this layout.
 
         Args:
             store: empty; its manifest as `layout` gave it.
@@ -104,11 +106,12 @@ class StoreFiller:
             RuntimeError: a loader put weights elsewhere than into the store, or left some out; names the parameter.
             Exception: whatever stock's loader raises.
         """
-        for rank in range(self._finest_tp):
+        ranks = self._part.ranks(self._finest_tp)
+        for done, rank in enumerate(ranks):
             with _as_rank(rank, self._finest_tp), self._bound_to(store, rank):
                 loader = self._make_loader()
                 if progress is not None and isinstance(loader, DefaultModelLoader):
-                    _report_reading(loader, store.manifest.nbytes, rank, self._finest_tp, progress)
+                    _report_reading(loader, store.manifest.nbytes, (done, len(ranks), self._part.of), progress)
                 model = loader.load_model(
                     model_config=self._model_config,
                     device_config=DeviceConfig(self._device.type, self._gpu_id),
@@ -116,7 +119,7 @@ class StoreFiller:
             assert_owns_no_weights(model, store)
             if progress is not None:
                 total = store.manifest.nbytes
-                progress(total * (rank + 1) // self._finest_tp, total)
+                progress(total * (done + 1) // len(ranks), total)
         assert_all_written(store)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._gpu_id)
@@ -156,8 +159,18 @@ def assert_all_written(store: WeightStore) -> None:
             )
 
 
-def _report_reading(loader: DefaultModelLoader, total: int, rank: int, passes: int, progress: ProgressCallback) -> None:
-    """Let a stock loader tell how much it has read of the pass of `rank`."""
+def _report_reading(
+    loader: DefaultModelLoader, total: int, passes: tuple[int, int, int], progress: ProgressCallback
+) -> None:
+    """Let a stock loader tell how much it has read.
+
+    Args:
+        loader: of one pass.
+        total: bytes of the store.
+        passes: number of this one, how many there are, and how many stores like this the weights take.
+        progress: is told.
+    """
+    number, count, parts = passes
     read_all = loader._get_all_weights
 
     def reading(model_config: ModelConfig, model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -165,8 +178,8 @@ def _report_reading(loader: DefaultModelLoader, total: int, rank: int, passes: i
         for name, tensor in read_all(model_config, model):
             yield name, tensor
             done += tensor.numel() * tensor.element_size()
-            # Each pass reads the whole checkpoint, which is about as large as the store.
-            progress((total * rank + min(done, total)) // passes, total)
+            # Each pass reads the whole checkpoint, which is about as large as the parts of the store together.
+            progress((total * number + min(done // parts, total)) // count, total)
 
     loader._get_all_weights = reading
 

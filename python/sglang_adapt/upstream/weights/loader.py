@@ -14,7 +14,8 @@ from sglang.srt.model_loader.loader import BaseModelLoader
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from sglang_adapt.upstream.sequence.group import group_of_ranks
+from sglang_adapt.upstream.sequence.base import Base
+from sglang_adapt.upstream.sequence.group import groups_of
 from sglang_adapt.upstream.sequence.install import run_sequences
 from sglang_adapt.upstream.sequence.mode import SequenceMode, use_mode
 from sglang_adapt.upstream.weights.bind import assert_owns_no_weights, bind_views
@@ -28,6 +29,8 @@ HANDLE_KEY = "weights"
 """Where the handle of the store is in `LoadConfig.model_loader_extra_config`."""
 SP_TOKENS_KEY = "sp_tokens"
 """Where the threshold of sequence parallelism is in it, or None."""
+BASE_TP_KEY = "base_tp"
+"""Where the TP size is in it whose shards of the weights sequence-parallel batches run on."""
 
 
 class ViewLoader(BaseModelLoader):
@@ -42,7 +45,8 @@ class ViewLoader(BaseModelLoader):
         if not isinstance(handle, WeightsHandle):
             raise TypeError(f"the loader's configuration holds {handle!r} instead of the handle of a store")
         self._handle = handle
-        self._sp_tokens = load_config.model_loader_extra_config.get(SP_TOKENS_KEY)
+        self._sp_tokens = load_config.model_loader_extra_config[SP_TOKENS_KEY]
+        self._base_tp = load_config.model_loader_extra_config[BASE_TP_KEY]
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Nothing to download: the keeper has the weights."""
@@ -65,12 +69,13 @@ class ViewLoader(BaseModelLoader):
         model = build_model(model_config, self.load_config, torch.device(device_config.device))
         report = bind_views(model, store, rank, tp_size)
         process_weights(model)
-        if self._sp_tokens is not None and tp_size > 1:
-            group = group_of_ranks(get_tp_group(), torch.device(device_config.device))
-            mode = SequenceMode(rank, tp_size, group, self._sp_tokens)
+        if self._sp_tokens is not None and tp_size > self._base_tp:
+            base = Base(rank, tp_size, self._base_tp)
+            groups = groups_of(base, get_tp_group(), torch.device(device_config.device))
+            mode = SequenceMode(base, groups, self._sp_tokens)
             layers = run_sequences(model, store, mode)
             use_mode(mode)
-            logger.info("Batches of %d tokens and more run sequence-parallel: %s", self._sp_tokens, layers)
+            logger.info("Batches of %d tokens and more run sequence-parallel, %s: %s", self._sp_tokens, base, layers)
         assert_owns_no_weights(model, store)
         logger.info("Weights are views of the shared copy (rank %d of %d): %s", rank, tp_size, report)
         return model.eval()

@@ -42,13 +42,14 @@ class ModelSizes:
 
     Attributes:
         shape: class of its shapes, `<layers>x<hidden size>`.
-        store_bytes: of the one copy of the weights, laid out for the largest TP size.
+        store_bytes: of the one copy of the weights, laid out for the largest TP size, by the number of parts that it is
+            cut into, of which each GPU has one.
         rank_bytes: of a rank's weights by TP size, where nothing is shared.
         kv_bytes_per_token: of a rank's KV by TP size.
     """
 
     shape: str
-    store_bytes: int
+    store_bytes: dict[int, int]
     rank_bytes: dict[int, int]
     kv_bytes_per_token: dict[int, int]
 
@@ -76,7 +77,7 @@ def model_sizes(server_args: ServerArgs, tp_sizes: Sequence[int]) -> ModelSizes 
     heads = model_config.get_total_num_kv_heads()
     return ModelSizes(
         shape=f"{config.num_hidden_layers}x{config.hidden_size}",
-        store_bytes=store_bytes(config, model_config.dtype, max(tp_sizes)),
+        store_bytes={parts: store_bytes(config, model_config.dtype, max(tp_sizes), parts) for parts in {1, *tp_sizes}},
         rank_bytes={tp: sum(shard for shard, _ in _shards(config, model_config.dtype, tp)) for tp in tp_sizes},
         kv_bytes_per_token={
             tp: config.num_hidden_layers * 2 * max(1, heads // tp) * model_config.head_dim * kv_itemsize
@@ -100,11 +101,11 @@ def decode_graph_batch(server_args: ServerArgs) -> int:
     return int(decode.max_bs)
 
 
-def store_bytes(config: Any, dtype: torch.dtype, finest_tp: int) -> int:
-    """Bytes of a store laid out for `finest_tp`, as `weights.plan_layout` lays it out."""
+def store_bytes(config: Any, dtype: torch.dtype, finest_tp: int, parts: int = 1) -> int:
+    """Bytes of a store laid out for `finest_tp` that has one of `parts`, as `weights.plan_layout` lays it out."""
     total = 0
     for shard, is_sharded in _shards(config, dtype, finest_tp):
-        nbytes = shard * finest_tp if is_sharded else shard
+        nbytes = shard * finest_tp // parts if is_sharded else shard
         total += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return total
 

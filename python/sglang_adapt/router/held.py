@@ -1,0 +1,52 @@
+"""Requests that wait in the router for room, and which of them may still be in time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+
+from sglang_adapt.policy.admission import Outcome
+
+
+class Held:
+    """Two queues, each in order of arrival; best effort goes before background work."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Outcome, OrderedDict[str, None]] = {
+            Outcome.BEST_EFFORT: OrderedDict(),
+            Outcome.BACKGROUND: OrderedDict(),
+        }
+        self._deadlines: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def add(self, rid: str, kind: Outcome, deadline_ms: float | None) -> None:
+        """A request waits; until `deadline_ms` its first token would be in time."""
+        self._queues[kind][rid] = None
+        if kind is Outcome.BEST_EFFORT and deadline_ms is not None:
+            heappush(self._deadlines, (deadline_ms, rid))
+
+    def drop(self, rid: str) -> None:
+        """A request waits no longer, if it did."""
+        for queue in self._queues.values():
+            queue.pop(rid, None)
+
+    def heads(self) -> Iterator[str]:
+        """The first of each queue."""
+        return (next(iter(queue)) for queue in self._queues.values() if queue)
+
+    def first(self) -> str:
+        """The first of all in order of their kind; there is one."""
+        return next(self.heads())
+
+    def next_in_time(self, is_late: Callable[[str], bool]) -> str | None:
+        """Of best effort that can still be in time, what has the least time left. What is late goes after it."""
+        queue = self._queues[Outcome.BEST_EFFORT]
+        while self._deadlines:
+            rid = self._deadlines[0][1]
+            if rid in queue and not is_late(rid):
+                return rid
+            heappop(self._deadlines)
+        return None

@@ -1,0 +1,87 @@
+"""What engines have to do, as `policy.admission` asks for it: sums of requests, prompts of late, times as corrected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from sglang_adapt.policy.admission import WINDOW_MS, Load
+from sglang_adapt.policy.limits import Bounds
+from sglang_adapt.policy.profile import Corrected, Correction, Times
+from sglang_adapt.policy.tally import Tally
+from sglang_adapt.router.prefixes import Prefix, Prefixes
+
+
+class Loads:
+    """See the module.
+
+    Args:
+        tally: what engines have been given and have not ended.
+        tp_of: TP size of every engine, by name.
+        times: by TP size, without corrections.
+        corrections: by TP size; the present ones count, so whoever learns changes this mapping.
+        bounds: of an engine's iterations, by TP size.
+        clock_ms: the time.
+    """
+
+    def __init__(
+        self,
+        tally: Tally,
+        tp_of: Mapping[str, int],
+        times: Mapping[int, Times],
+        corrections: Mapping[int, Correction],
+        bounds: Mapping[int, Bounds],
+        clock_ms: Callable[[], float],
+    ) -> None:
+        self._tally = tally
+        self._tp_of = tp_of
+        self._times = times
+        self._corrections = corrections
+        self._bounds = bounds
+        self._clock_ms = clock_ms
+        self.tiers_of: Mapping[str, frozenset[str]] = {}
+        self.prefixes = Prefixes()
+        self._prefill: dict[str, tuple[float, float]] = {}
+
+    def of(
+        self, engines: Sequence[str], prefixes: Sequence[Prefix] = (), guards: Mapping[str, float] | None = None
+    ) -> list[Load]:
+        """The loads of engines, by name.
+
+        Args:
+            engines: their names.
+            prefixes: of the prompt that is to be placed.
+            guards: TPOT targets for which looser work leaves room there; None: nothing is to be placed.
+        """
+        now = self._clock_ms()
+        times = {tp: Corrected(plain, self._corrections[tp]) for tp, plain in self._times.items()}
+        guards = {} if guards is None else guards
+        return [self._load(name, times[self._tp_of[name]], now, prefixes, guards) for name in engines]
+
+    def _load(
+        self, name: str, times: Times, now: float, prefixes: Sequence[Prefix], guards: Mapping[str, float]
+    ) -> Load:
+        sums = self._tally.of(name)
+        return Load(
+            name,
+            times,
+            sums.requests,
+            sums.unread,
+            float(sums.context),
+            sums.tightest_tpot_ms,
+            self._prefill_ms(name, now),
+            self._bounds[self._tp_of[name]],
+            self.prefixes.cached(name, prefixes) if prefixes else 0,
+            guards.get(name, math.inf),
+            sums.decoding,
+            sums.preemptible,
+            self.tiers_of.get(name),
+        )
+
+    def sent(self, engine: str, prefill_ms: float) -> None:
+        """Prompts of late of an engine come to so much from now on, with one that was sent to it just now."""
+        self._prefill[engine] = (prefill_ms, self._clock_ms())
+
+    def _prefill_ms(self, engine: str, now: float) -> float:
+        value, at = self._prefill.get(engine, (0.0, now))
+        return value * math.exp((at - now) / WINDOW_MS)
