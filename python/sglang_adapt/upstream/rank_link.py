@@ -10,10 +10,9 @@ EOFError or OSError, as they do when gloo loses a peer.
 from __future__ import annotations
 
 import pickle
-import tempfile
+import secrets
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from typing import Any
 
 from sglang_adapt.upstream.patch import Patch
@@ -33,23 +32,22 @@ class RankLink:
 
     @classmethod
     def open(cls, group: Any) -> RankLink:
-        """Connect the ranks of a tensor-parallel group (stock's `GroupCoordinator`), by a socket in a folder that only
-        this user can open, and that is gone when all are connected. Returns on all ranks, or on none."""
+        """Connect the ranks of a tensor-parallel group (stock's `GroupCoordinator`), all at once.
+
+        By a socket without a file, which no kill can leave behind, and a key that only the ranks are told.
+        """
         from torch.distributed import broadcast_object_list
 
         first = group.ranks[0]
+        place: list[Any] = [f"\0sglang_adapt_ranks_{secrets.token_hex(8)}", secrets.token_bytes(32)]
         if group.rank != first:
-            place: list[str | None] = [None]
             broadcast_object_list(place, src=first, group=group.cpu_group)
-            assert place[0] is not None
-            mine = Client(place[0], "AF_UNIX")
+            mine = Client(place[0], "AF_UNIX", authkey=place[1])
             mine.send(group.ranks.index(group.rank))
             return cls((), mine)
-        with tempfile.TemporaryDirectory(prefix="sglang_adapt_ranks_") as folder:
-            path = str(Path(folder) / "rank0")
-            with Listener(path, "AF_UNIX", backlog=len(group.ranks)) as listener:
-                broadcast_object_list([path], src=first, group=group.cpu_group)
-                sockets = [listener.accept() for _ in group.ranks[1:]]
+        with Listener(place[0], "AF_UNIX", backlog=len(group.ranks), authkey=place[1]) as listener:
+            broadcast_object_list(place, src=first, group=group.cpu_group)
+            sockets = [listener.accept() for _ in group.ranks[1:]]
         by_rank = {socket.recv(): socket for socket in sockets}
         return cls([by_rank[rank] for rank in range(1, len(group.ranks))], None)
 
