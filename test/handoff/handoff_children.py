@@ -100,6 +100,82 @@ def packed_details() -> dict[str, Any]:
     }
 
 
+def what_a_delta_misses() -> tuple[list[str], int]:
+    """Changes after which a request that was packed before, brought up to date, is another than the one that changed,
+    each made by itself; and the bytes of the delta of one that has given two tokens."""
+    from sglang_adapt.upstream.handoff.delta import apply, delta_of, state_of
+    from sglang_adapt.upstream.handoff.pack import describe, pack, unpack
+    from sglang_adapt.upstream.handoff.state import CARRIED, LATE
+
+    changes: dict[str, Any] = {
+        f"{name} is {value!r}": lambda req, name=name, value=value: setattr(req, name, value)
+        for name in CARRIED - {"rid", "sampling_params", "output_ids", "origin_input_ids"}
+        for value in (5_000, True, 1, 1.0, "x", None, array("q", [4, 5]), [6], {"a": 7})
+    }
+    changes |= {
+        "tokens": lambda req: req.output_ids.extend([8, 1 << 40]),
+        "another list": lambda req: setattr(req, "output_ids", array("q", [1, 2, 3, 4])),
+        "a shorter list": lambda req: req.output_ids.pop(),
+        "inside a list": lambda req: req.cached_tokens.append(5),
+        "inside an object": lambda req: setattr(req.logprob, "top_logprobs_num", 3),
+        "inside a set": lambda req: req.eos_token_ids.add(11),
+        "a clock": lambda req: setattr(req.time_stats, "decode_ct", 41),
+        "nothing": lambda req: None,
+    }
+    missed = []
+    for what, change in changes.items():
+        req = request(output=3)
+        # What may be a number, a flag or nothing is each of them once; the rest is as in a request that decodes.
+        req.cached_tokens, req.eos_token_ids, req.already_computed, req.stream = [4], {2}, 1, True
+        for name in LATE if what != "nothing" and not what.startswith(tuple(LATE)) else ():
+            setattr(req, name, array("q", [3]) if name == "surr_and_decode_ids" else 1)
+        before, there = state_of(req), unpack(pack(req, RequestKind.RUNNING, 7), scheduler())
+        change(req)
+        delta = delta_of(req, before)
+        assert delta is not None, what
+        carried = describe(req, RequestKind.RUNNING, 7, b"", delta)
+        arrived = apply(there, carried).req
+        if _content(arrived) != _content(req):
+            missed.append(what)
+    req = request(output=3)
+    before = state_of(req)
+    req.output_ids.extend([1, 2])
+    req.send_token_offset += 2
+    delta = delta_of(req, before)
+    assert delta is not None
+    return missed, len(delta)
+
+
+def what_has_no_delta() -> list[str]:
+    """Changes that are not told as a delta, because it would not be exact."""
+    from sglang_adapt.upstream.handoff.delta import delta_of, state_of
+
+    changes: dict[str, Any] = {
+        "sampling parameters": lambda req: setattr(req.sampling_params, "max_new_tokens", 5),
+        "custom parameters": lambda req: setattr(req.sampling_params, "custom_params", {"a": 1}),
+        "an attribute that is gone": lambda req: delattr(req, "read_offset"),
+        "a token": lambda req: req.output_ids.append(4),
+    }
+    told = []
+    for what, change in changes.items():
+        req = request(output=3)
+        before = state_of(req)
+        change(req)
+        if delta_of(req, before) is None:
+            told.append(what)
+    return told
+
+
+def _content(req: Any) -> tuple[Any, ...]:
+    """What is carried of a request, with types."""
+    from sglang_adapt.upstream.handoff.pack import clocks_of
+    from sglang_adapt.upstream.handoff.state import CARRIED
+
+    there = {name: value for name, value in vars(req).items() if name in CARRIED and name != "sampling_params"}
+    plain = {name: vars(value) if hasattr(value, "__dict__") else value for name, value in there.items()}
+    return {name: (type(value), value) for name, value in plain.items()}, clocks_of(req)
+
+
 def what_is_not_carried() -> tuple[list[str], list[str], int]:
     """(attributes, clocks) that arrive with another value or type, and the bytes of a plain request beyond its tokens.
 

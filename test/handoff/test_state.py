@@ -35,6 +35,20 @@ def test_usual_values_arrive_without_being_carried(context: multiprocessing.cont
     assert size < 2000, "a switch under load moves hundreds of requests"
 
 
+def test_a_delta_has_whatever_has_changed(context: multiprocessing.context.ForkServerContext) -> None:
+    missed, size = in_child(context, children.what_a_delta_misses)
+    assert missed == []
+    assert size < 400, "a switch tells of each request that is there"
+
+
+def test_what_cannot_be_told_as_a_delta_is_packed_anew(context: multiprocessing.context.ForkServerContext) -> None:
+    assert in_child(context, children.what_has_no_delta) == [
+        "sampling parameters",
+        "custom parameters",
+        "an attribute that is gone",
+    ]
+
+
 def test_a_request_comes_through_its_message(context: multiprocessing.context.ForkServerContext) -> None:
     assert in_child(context, children.packed_details) == {
         "same tokens": True,

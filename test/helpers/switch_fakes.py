@@ -31,6 +31,8 @@ from sglang_adapt.core.handoff import (
     SnapshotCall,
     UnexportableAnswer,
     UnexportableCall,
+    answer_payload,
+    call_of,
     to_plain,
 )
 from sglang_adapt.core.handover import (
@@ -470,8 +472,11 @@ class Node:
         self.die(spec.name, why)
 
     async def _call(self, engine: str, name: str, payload: dict[str, Any], epoch: int) -> list[dict[str, Any]]:
-        kinds = {"handoff": HandoffCall, "handover": HandoverCall}
-        call = msgspec.convert(payload, kinds[name]) if name in kinds else None
+        call: HandoffCall | HandoverCall | None = None
+        if name == "handoff":
+            call = call_of(payload)
+        elif name == "handover":
+            call = msgspec.convert(payload, HandoverCall)
         key = (engine, name if call is None else type(call).__name__)
         self.calls.append(key)
         if not self.router.is_ready(engine):
@@ -518,7 +523,7 @@ class Node:
         if name == "handover":
             return [to_plain(fake.hand_over(call))] * fake.spec.tp
         if call is not None:
-            return [to_plain(answer) for answer in fake.answer(call)]
+            return [answer_payload(answer) for answer in fake.answer(call)]
         match name:
             case "kv_grow":
                 for rank, pages in enumerate(payload["pages"]):

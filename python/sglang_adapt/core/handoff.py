@@ -311,12 +311,40 @@ HandoffAnswer = (
     | AbortHeldAnswer
     | UnexportableAnswer
 )
+_TIMED = (SnapshotAnswer, PrecopyAnswer, ExportAnswer, AdoptAnswer, ReleaseAnswer, RestoreAnswer)
+"""Answers with `steps_ms`."""
 
 Answer = TypeVar("Answer", bound=HandoffAnswer)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_call = msgspec.msgpack.Decoder(HandoffCall).decode
 _decode_answer = msgspec.msgpack.Decoder(HandoffAnswer).decode
+
+
+def call_payload(call: HandoffCall) -> dict[str, Any]:
+    """A call as what goes to an engine: bytes, which nothing on the way takes apart."""
+    return {"message": encode(call)}
+
+
+def call_of(payload: dict[str, Any]) -> HandoffCall:
+    """What `call_payload` was given. Raises msgspec.ValidationError if it is no such call."""
+    return decode_call(payload["message"])
+
+
+def answer_payload(answer: HandoffAnswer) -> dict[str, Any]:
+    """An answer as what comes from an engine; its times beside it, because others are added on the way."""
+    steps = {"steps_ms": answer.steps_ms} if isinstance(answer, _TIMED) else {}
+    return {"message": encode(answer), **steps}
+
+
+def answer_of(payload: dict[str, Any], kind: type[Answer]) -> Answer:
+    """What `answer_payload` was given, with the times that it has now.
+
+    Raises:
+        msgspec.ValidationError: another message, or none.
+    """
+    answer = decode_answer(payload["message"], kind)
+    return msgspec.structs.replace(answer, steps_ms=payload["steps_ms"]) if isinstance(answer, _TIMED) else answer
 
 
 def to_plain(message: msgspec.Struct) -> dict[str, Any]:

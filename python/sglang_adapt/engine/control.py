@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sglang_adapt.core import handover
-from sglang_adapt.core.handoff import HandoffCall, to_plain
+from sglang_adapt.core.handoff import answer_payload, call_of, to_plain
 from sglang_adapt.core.messages import EngineCall, RankAnswer
 from sglang_adapt.engine import kv
 from sglang_adapt.engine.copying import CopyRefusedError, KvCopies, handles_of
@@ -101,8 +101,7 @@ class EngineControl:
         handing = EngineHandover(scheduler, copies)
 
         def move(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
-            answer: dict[str, Any] = to_plain(handoff.answer(msgspec.convert(payload, HandoffCall)))
-            return answer
+            return answer_payload(handoff.answer(call_of(payload)))
 
         def hand_over(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:
             return to_plain(handing.answer(msgspec.convert(payload, handover.HandoverCall)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -76,11 +76,15 @@ class Room:
 
     def taking(self, blocks: int, length: int) -> Room:
         """The room that is left when a request of `length` tokens has come, with so many blocks."""
-        return replace(
-            self,
-            free_blocks=self.free_blocks - blocks,
-            requests=self.requests + 1,
-            tokens=self.tokens + length,
+        # Made anew field by field: `replace` takes three times as long, and a switch asks for each request.
+        return Room(
+            self.engine,
+            self.gpus,
+            self.free_blocks - blocks,
+            self.page,
+            self.requests + 1,
+            self.tokens + length,
+            self.request_tokens,
         )
 
 

@@ -34,7 +34,8 @@ from sglang_adapt.core.handoff import (
     RestoreCall,
     UnexportableAnswer,
     UnexportableCall,
-    to_plain,
+    answer_of,
+    call_payload,
 )
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.keeper import KeeperError
@@ -564,8 +565,8 @@ class Modes:
 
     async def _handoff(self, spec: EngineSpec, call: HandoffCall, kind: type[Answer]) -> list[Answer]:
         """Ask an engine; raises EngineCallError."""
-        answers = await self._pools.ask(spec, "handoff", to_plain(call))
-        return [msgspec.convert(answer, kind) for answer in answers]
+        answers = await self._pools.ask(spec, "handoff", call_payload(call))
+        return [answer_of(answer, kind) for answer in answers]
 
     def _lives(self, export: Export) -> bool:
         """Does the engine still hold what it handed out?"""

@@ -15,6 +15,7 @@ from sglang_adapt.core.messages import EngineCall, EngineNotice, EngineReply, Ra
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.kv_pool import EnginePool
 from sglang_adapt.upstream.patch import PATCHES, Patch
+from sglang_adapt.upstream.rank_link import link_of
 
 
 class Control(Protocol):
@@ -85,12 +86,6 @@ def notify(scheduler: Any, payload: dict[str, Any]) -> None:
 
 def at_rank_0(scheduler: Any, answer: Any) -> list[Any] | None:
     """All ranks' answers in rank 0, None in the others."""
-    import torch
-
-    ranks: list[Any] | None = [None] * scheduler.ps.tp_size if scheduler.ps.tp_rank == 0 else None
     if scheduler.ps.tp_size == 1:
         return [answer]
-    # What is gathered takes the room of the largest on every rank; rank 0's is the large one, and stays where it is.
-    others = None if ranks is not None else answer
-    torch.distributed.gather_object(others, ranks, dst=scheduler.tp_group.ranks[0], group=scheduler.tp_group.cpu_group)
-    return None if ranks is None else [answer, *ranks[1:]]
+    return link_of(scheduler.tp_group).gather(answer)

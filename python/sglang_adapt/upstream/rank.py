@@ -24,6 +24,7 @@ from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_u
 from sglang_adapt.upstream.limits import LIMIT_PATCHES
 from sglang_adapt.upstream.patch import PATCHES, Patch
 from sglang_adapt.upstream.profiles import EngineInNamesOfProfiles, name_profiles
+from sglang_adapt.upstream.rank_link import MessagesByRankLink
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
 from sglang_adapt.weights import WeightsHandle
 
@@ -105,6 +106,7 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     UnlinkMessageQueue,
     ContainFailingMessages,
     EngineInNamesOfProfiles,
+    MessagesByRankLink,
     *LIMIT_PATCHES,
 )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
@@ -179,17 +180,16 @@ def seat(scheduler: Any, arrivals: Sequence[Arrival]) -> None:
 
     if not arrivals:
         return
-    pool, size = scheduler.req_to_token_pool, scheduler.page_size
+    pool = scheduler.req_to_token_pool
     pool.alloc([arrival.req for arrival in arrivals])
-    rows = slots_of(scheduler, [page for arrival in arrivals for page in arrival.pages]).to(torch.int32)
-    lengths = [arrival.kv_tokens for arrival in arrivals]
-    firsts = np.cumsum([0, *(len(arrival.pages) * size for arrival in arrivals)])[:-1]
-    # One write for all: of each token its request's slot, its position, and where its row is.
-    seats = [arrival.req.req_pool_idx for arrival in arrivals]
-    position = np.concatenate([np.arange(length) for length in lengths])
-    table = np.stack([np.repeat(seats, lengths), position, np.repeat(firsts, lengths) + position])
-    seat, place, row = torch.from_numpy(table).to(rows.device)
-    pool.write((seat, place), rows[row])
+    # One write for all, a row for each request: its pages, and the dummy page up to the length of the longest, where
+    # nobody looks.
+    pages = np.zeros((len(arrivals), max(len(arrival.pages) for arrival in arrivals)), dtype=np.int32)
+    for row, arrival in zip(pages, arrivals, strict=True):
+        row[: len(arrival.pages)] = arrival.pages
+    seats = torch.tensor([arrival.req.req_pool_idx for arrival in arrivals]).to(pool.req_to_token.device)
+    rows = slots_of(scheduler, pages)[:, : pool.req_to_token.shape[1]].to(torch.int32)
+    pool.write((seats, slice(0, rows.shape[1])), rows)
     for arrival in arrivals:
         req, tokens = arrival.req, arrival.kv_tokens
         req.kv = ReqKvInfo(kv_allocated_len=tokens, swa_evicted_seqlen=0)
@@ -259,8 +259,9 @@ def _rows(scheduler: Any, arrival: Arrival) -> torch.Tensor:
     return slots_of(scheduler, arrival.pages)[: arrival.kv_tokens]
 
 
-def slots_of(scheduler: Any, pages: Sequence[int]) -> torch.Tensor:
-    """All KV slots of pages in order, int64 `[pages * page size]`."""
+def slots_of(scheduler: Any, pages: npt.ArrayLike) -> torch.Tensor:
+    """All KV slots of pages `[..., n]` in order, int64 `[..., n * page size]`."""
     size = scheduler.page_size
-    first = torch.tensor(pages, dtype=torch.int64, device=scheduler.token_to_kv_pool_allocator.device) * size
-    return (first[:, None] + torch.arange(size, device=first.device)).reshape(-1)
+    table = torch.from_numpy(np.asarray(pages, dtype=np.int32))
+    first = table.to(scheduler.token_to_kv_pool_allocator.device, torch.int64) * size
+    return (first[..., None] + torch.arange(size, device=first.device)).flatten(-2)

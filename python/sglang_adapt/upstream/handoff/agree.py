@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from sglang_adapt.upstream.rank_link import link_of
 
 Result = TypeVar("Result")
 
@@ -36,6 +36,4 @@ def on_all_ranks(scheduler: Any, what: str, function: Callable[[], Result]) -> R
 def _all_succeeded(scheduler: Any, success: bool) -> bool:
     if scheduler.ps.tp_size == 1:
         return success
-    flag = torch.tensor([int(success)])
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=scheduler.tp_cpu_group)
-    return bool(flag.item())
+    return link_of(scheduler.tp_group).all_true(success)

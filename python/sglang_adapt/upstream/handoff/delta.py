@@ -1,24 +1,29 @@
 """What has changed of a request since its state was packed: a few numbers and tokens, where the whole is kilobytes.
 
-Exact by construction: every attribute that is carried is compared with what it was, by value where it is plain, by its
-pickle where it is not. Lists of token ids, which stock only appends to, are compared by identity and length.
+Exact by construction: every attribute that is carried is compared with what it was. Values that cannot change are
+compared by identity, and if that differs by value; lists of token ids, which stock only appends to, by identity and
+length; all else by its pickle.
 """
 
 from __future__ import annotations
 
 import pickle
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from functools import lru_cache
+from operator import is_not, itemgetter
+from typing import Any, NamedTuple
 
-from msgspec.structs import asdict
+from msgspec.structs import astuple
 
 from sglang_adapt.core.handoff import CarriedRequest
-from sglang_adapt.upstream.handoff.pack import Unpacked, clocks_of, narrow, read, wide
+from sglang_adapt.upstream.handoff.pack import Unpacked, read
 from sglang_adapt.upstream.handoff.state import CARRIED, PLAIN
 
 _PARAMS = "sampling_params"
-_NOTHING = array("q")
+_NUMBERS = (int, float)
 
 
 @dataclass(frozen=True)
@@ -26,27 +31,27 @@ class State:
     """A request as it was when it was packed.
 
     Attributes:
-        plain: attributes with plain values.
-        lists: token ids: the list itself, and its length then.
-        pickles: all other attributes.
-        params: the sampling parameters.
-        clocks: all numbers of its `time_stats`.
+        names: all its attributes, in order.
+        values: those of its attributes that are carried, less the sampling parameters.
+        inside: by place in `values`, what can change without being replaced: of a list of token ids its length then, of
+            any other object its pickle.
+        params: the values of the sampling parameters.
+        clocks: all that its `time_stats` had.
     """
 
-    plain: dict[str, Any]
-    lists: dict[str, tuple[array[int], int]]
-    pickles: dict[str, bytes]
-    params: dict[str, Any]
-    clocks: dict[str, float]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    inside: dict[int, int | bytes]
+    params: tuple[Any, ...]
+    clocks: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Delta:
+class _Delta(NamedTuple):
     """The pickle's content.
 
     Attributes:
         attributes: those that have another value.
-        tails: by name of a list of token ids, those that were appended; int32.
+        tails: by name of a list of token ids, those that were appended; int64.
         clocks: numbers of `time_stats` that have changed.
         has_grammar: it is being decoded under a grammar.
     """
@@ -59,54 +64,52 @@ class _Delta:
 
 def state_of(req: Any) -> State:
     """Note what a request of stock's (`Req`) is like, to be compared later."""
-    plain: dict[str, Any] = {}
-    lists: dict[str, tuple[array[int], int]] = {}
-    pickles: dict[str, bytes] = {}
-    for name, value in vars(req).items():
-        if name not in CARRIED or name == _PARAMS:
-            continue
-        if type(value) in PLAIN:
-            plain[name] = value
-        elif type(value) is array:
-            lists[name] = (value, len(value))
-        else:
-            pickles[name] = _pickle(value)
-    return State(plain, lists, pickles, asdict(req.sampling_params), clocks_of(req))
+    there = vars(req)
+    names = tuple(there)
+    values = _carried(names)[1](there)
+    inside = {
+        at: len(value) if type(value) is array else _pickle(value)
+        for at, value in enumerate(values)
+        if type(value) not in PLAIN and not isinstance(value, Enum)
+    }
+    return State(names, values, inside, astuple(req.sampling_params), dict(vars(req.time_stats)))
 
 
 def delta_of(req: Any, before: State) -> bytes | None:
     """What has changed since; None if it must be packed anew."""
-    if req.sampling_params.custom_params is not None or asdict(req.sampling_params) != before.params:
+    params = req.sampling_params
+    if params.custom_params is not None or astuple(params) != before.params:
         # Custom parameters can be changed from within, and hold the request itself.
         return None
+    there = vars(req)
+    names, get = _carried(before.names)
     attributes: dict[str, Any] = {}
+    if tuple(there) != before.names:
+        if not there.keys() >= set(names):
+            return None
+        new = CARRIED & (there.keys() - set(before.names)) - {_PARAMS}
+        attributes = {name: there[name] for name in new}
     tails: dict[str, bytes] = {}
     told: set[int] = set()
-    there = vars(req)
-    if any(name not in there for known in (before.plain, before.lists, before.pickles) for name in known):
-        return None
-    for name, value in there.items():
-        if name not in CARRIED or name == _PARAMS:
+    now = get(there)
+    for at, replaced in enumerate(map(is_not, now, before.values)):
+        if replaced and at not in before.inside:
+            value, was = now[at], before.values[at]
+            if type(value) not in PLAIN or type(was) is not type(value) or was != value:
+                attributes[names[at]] = value
+    for at, then in before.inside.items():
+        name, value = names[at], now[at]
+        if type(value) is not array:
+            if type(value) in PLAIN or then != _pickle(value):
+                attributes[name] = value
             continue
-        kind = type(value)
-        if kind in PLAIN:
-            if name not in before.plain or type(before.plain[name]) is not kind or before.plain[name] != value:
-                attributes[name] = value
-        elif kind is array:
-            was, length = before.lists.get(name, (_NOTHING, 0))
-            if was is not value or length > len(was):
-                attributes[name] = value
-            elif length < len(was) and id(value) not in told:
-                tail = narrow(was, length)
-                if tail is None:
-                    return None
-                tails[name] = tail
-            # Attributes that are the same list are so at the destination as well.
-            told.add(id(value))
-        elif before.pickles.get(name) != _pickle(value):
+        if value is not before.values[at] or not isinstance(then, int) or then > len(value):
             attributes[name] = value
-    clocks = {name: value for name, value in clocks_of(req).items() if before.clocks.get(name) != value}
-    return _pickle(_Delta(attributes, tails, clocks, req.grammar is not None))
+        elif then < len(value) and id(value) not in told:
+            tails[name] = value[then:].tobytes()
+        # Attributes that are the same list are so at the destination as well.
+        told.add(id(value))
+    return _pickle(_Delta(attributes, tails, _clocks(req, before), req.grammar is not None))
 
 
 def apply(before: Unpacked, carried: CarriedRequest) -> Unpacked:
@@ -119,9 +122,25 @@ def apply(before: Unpacked, carried: CarriedRequest) -> Unpacked:
     req = before.req
     vars(req).update(delta.attributes)
     for name, tail in delta.tails.items():
-        getattr(req, name).extend(wide(tail))
+        getattr(req, name).frombytes(tail)
     vars(req.time_stats).update(delta.clocks)
     return Unpacked(req, carried, delta.has_grammar)
+
+
+def _clocks(req: Any, before: State) -> dict[str, float]:
+    then = before.clocks
+    return {
+        name: value
+        for name, value in vars(req.time_stats).items()
+        if value is not then.get(name) and type(value) in _NUMBERS and then.get(name) != value
+    }
+
+
+@lru_cache(maxsize=16)
+def _carried(names: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
+    """Of the attributes of a request those that are carried, less the sampling parameters, and what reads them."""
+    mine = tuple(name for name in names if name in CARRIED and name != _PARAMS)
+    return mine, itemgetter(*mine)
 
 
 def _pickle(value: Any) -> bytes:

@@ -48,12 +48,13 @@ def check_engine(scheduler: Any) -> None:
 
 def reason_to_stay(req: Any) -> str | None:
     """Why a request cannot be carried, or None if it can."""
-    first = vars(new_req())
-    for name, value in vars(req).items():
-        if name not in KNOWN:
-            return f"its attribute {name} is not known"
-        if name in REFUSED and not _same(value, first[name]):
-            return REFUSED[name]
+    there, first = vars(req), vars(new_req())
+    if not there.keys() <= KNOWN:
+        return f"its attribute {next(name for name in there if name not in KNOWN)} is not known"
+    for name, reason in REFUSED.items():
+        # Nearly all are the very same None or 0.
+        if name in there and there[name] is not first[name] and not _same(there[name], first[name]):
+            return reason
     return None
 
 
