@@ -30,7 +30,10 @@ _SLOTS = 64
 
 @dataclass(frozen=True)
 class Speed:
-    """Of an engine, in ms: a batch of prompts, and a token of it; a decode step, and a request in it."""
+    """Of an engine, in ms: a batch of prompts, and a token of it; a decode step, and a request in it.
+
+    Of a batch of prompts it is busy for a part only; for the rest, `latency_ms`, prompts are on their way.
+    """
 
     batch: float
     token: float
@@ -42,6 +45,11 @@ class Speed:
 
     def decode_ms(self, requests: int) -> float:
         return self.step + self.request * requests
+
+    @property
+    def latency_ms(self) -> float:
+        """As a profile says it: a prompt of one token beside a step of one request."""
+        return max(0.0, self.prefill_ms(1) - self.decode_ms(1))
 
     def profile(self) -> Profile:
         """As it would be measured."""
@@ -117,6 +125,7 @@ class _Simulation:
         self.world = World(ENGINE) if stock else _Tiered(config, believed, lambda: self.now)
         self.world.warm()
         self.world.received[ENGINE].clear()
+        self._coming: list[tuple[float, Arrival]] = []
         self._waiting: list[Arrival] = []
         self._running: list[Arrival] = []
         self._owed = 0
@@ -126,8 +135,11 @@ class _Simulation:
         coming = list(self._arrivals)[::-1]
         free_at, batch, timer = math.inf, None, 0.0
         end = self._arrivals[-1].at + 60_000
-        while (coming or self._waiting or self._running or self.world.router.in_flight) and self.now < end:
-            self.now = min(coming[-1].at if coming else math.inf, free_at, timer)
+        while (
+            coming or self._coming or self._waiting or self._running or self.world.router.in_flight
+        ) and self.now < end:
+            there_at = self._coming[0][0] if self._coming else math.inf
+            self.now = min(coming[-1].at if coming else math.inf, free_at, timer, there_at)
             if batch is not None and self.now >= free_at:
                 self._done(batch)
                 free_at, batch = math.inf, None
@@ -161,8 +173,10 @@ class _Simulation:
             message = msgpack_decode(data)
             arrival = self._by_rid[message.rid]
             arrival.unread, arrival.priority = arrival.prompt, message.priority or 0
-            self._waiting.append(arrival)
+            self._coming.append((self.now + self._speed.latency_ms, arrival))
         self.world.received[ENGINE].clear()
+        while self._coming and self._coming[0][0] <= self.now:
+            self._waiting.append(self._coming.pop(0)[1])
         if isinstance(self.world, _Tiered):
             self._limits = self.world.admission.limits(self.world.engine(ENGINE))
 
@@ -184,7 +198,7 @@ class _Simulation:
                 left -= part
                 read.append(arrival)
             self._owed = min(STEPS, math.ceil(STEPS * (most - left) / most))
-            return read, self._speed.prefill_ms(most - left)
+            return read, self._speed.prefill_ms(most - left) - self._speed.latency_ms
         if not self._running:
             return None
         return list(self._running), self._speed.decode_ms(len(self._running))

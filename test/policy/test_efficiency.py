@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sglang_adapt.policy.admission import WINDOW_MS, Job, Load, forecast, is_feasible
 from sglang_adapt.policy.demand import Demand, Terms
 from sglang_adapt.policy.efficiency import Estimate, Speed, estimate
-from sglang_adapt.policy.limits import Bounds
+from sglang_adapt.policy.limits import SAFETY, Bounds
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, Times, gpu_figures
 
 
@@ -52,8 +52,8 @@ def test_what_is_planned_is_admitted(tp: int, prompt: int, output: int, ttft: in
     speed = h100(tp)
     found = estimate(demand, speed)
     assume(found.capacity_rps > 0)
-    assert found.ttft_ms <= 0.9 * ttft
-    assert found.tpot_ms <= 0.9 * tpot
+    assert found.ttft_ms <= SAFETY * ttft
+    assert found.tpot_ms <= SAFETY * tpot
     # The router adds the prompt of the request in question to those of the last time, which the mean rate has in it.
     assert admitted(demand, speed, found, 0.95)
 
@@ -71,7 +71,7 @@ def test_the_router_does_not_admit_a_multiple_of_what_is_planned(tp: int, prompt
 def test_a_target_that_only_a_wide_engine_meets() -> None:
     demand = Demand(Terms("t", 1.0, 500, 7.5), 1.0, 500, 200)
     assert [estimate(demand, h100(tp)).capacity_rps > 0 for tp in (1, 2, 4)] == [False, True, True]
-    assert estimate(demand, h100(1)).tpot_ms > 0.9 * 7.5
+    assert estimate(demand, h100(1)).tpot_ms > SAFETY * 7.5
 
 
 def test_the_rate_is_what_the_batch_ends() -> None:

@@ -15,7 +15,7 @@ TIERS = SloConfig(
 SPEED = Speed(batch=12.0, token=0.06, step=6.0, request=0.6)
 SLOWER = Speed(batch=36.0, token=0.18, step=18.0, request=1.8)
 FASTER = Speed(batch=6.0, token=0.03, step=3.0, request=0.3)
-AT_CAPACITY = 14.0
+AT_CAPACITY = 15.5
 """Requests a second of which the engine meets all targets without any admission, and not many more."""
 
 
@@ -50,9 +50,9 @@ def test_an_engine_that_is_thought_slow_is_found_out(rate: float, seed: int) -> 
 
 
 def test_an_engine_that_is_thought_fast_is_found_out() -> None:
-    assert met(2 * AT_CAPACITY, believed=FASTER)["strict"] > 0.65
+    assert met(2 * AT_CAPACITY, believed=FASTER)["strict"] > 0.7
 
 
 def test_what_is_late_does_not_make_the_rest_late() -> None:
     """First come, first served, everything behind the first late one would be late as well."""
-    assert met(20.0)["loose"] > 0.6
+    assert met(20.0)["loose"] > 0.85

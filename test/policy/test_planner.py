@@ -316,7 +316,7 @@ def test_a_loose_tier_that_shares_an_engine_is_held_to_the_tightest_targets() ->
     alone = Appraiser(rows[:1], shared.speeds).worth({4: 1}).carried_rps["loose"]
     assert shared.worth({4: 1}).carried_rps["loose"] < 0.8 * alone
     assert shared.worth({4: 2}).carried_rps["loose"] > alone
-    assert shared.worth({4: 1}).carried_rps["strict"] == 1.0
+    assert shared.worth({4: 1}).carried_rps["strict"] == pytest.approx(1.0)
     assert shared.worth({1: 4}).carried_rps["strict"] == 0.0
 
 
@@ -423,7 +423,9 @@ def test_constant_load_does_not_flap(now: Situation) -> None:
         allowed = 2 + 30 * len(now.demands) // STARVED
     assert moves(plans) <= allowed
     if allowed == 2:
-        assert moves(plans[2 * CALM :]) == 0
+        # A small gain that is missed for long is made in the end; but no layout is left and come back to.
+        layouts = [str(now.layout), *(str(one.layout) for one in plans if one.move)]
+        assert len(set(layouts)) == len(layouts)
 
 
 @pytest.mark.parametrize("rate", [2, 15, 35, 45, 55, 65, 75, 90])
@@ -435,7 +437,7 @@ def test_chance_in_arrivals_does_not_flap(rate: int) -> None:
     history, made = History(), 0
     for _ in range(200):
         number = sum(chance.random() < rate / 1000 for _ in range(1000))
-        windows.append(Window(1.0, {"all": Arrivals(number, 500 * number, number, 100 * number)}))
+        windows.append(Window(1.0, {"all": Arrivals(number, 500 * number, ended=number, output_tokens=100 * number)}))
         asked = demands([Terms("all")], windows[-5:], {}, {})
         decided = plan(Situation(asked, SPEEDS, 4, layout, {}, CHEAP, history=history))
         layout, history, made = decided.layout, decided.history, made + decided.move
@@ -460,7 +462,7 @@ def test_the_spread_of_prompts_is_that_of_the_windows() -> None:
 
 
 def test_lengths_are_remembered_when_nothing_comes() -> None:
-    seen = Window(1.0, {"all": Arrivals(2, 600, 4, 100)})
+    seen = Window(1.0, {"all": Arrivals(2, 600, ended=4, output_tokens=100)})
     first = demands([Terms("all")], [seen], {}, {})[0]
     assert (first.prompt_tokens, first.output_tokens) == (300, 25)
     later = demands([Terms("all")], [Window(1.0, {})], {}, {"all": first})[0]

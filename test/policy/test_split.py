@@ -11,6 +11,7 @@ from test_efficiency import h100
 
 from sglang_adapt.policy.demand import Demand, Terms
 from sglang_adapt.policy.efficiency import estimate
+from sglang_adapt.policy.limits import SAFETY
 from sglang_adapt.policy.split import decode_rps, prefill_rps, split
 
 CODE = Demand(Terms("code", 1.0, 1000, 12), 1.0, 6000, 40)
@@ -67,4 +68,4 @@ def test_a_prompt_waits_for_others_as_in_a_queue() -> None:
     alone = speed.times.prefill_ms(CODE.prompt_tokens)
     busy = prefill_rps(CODE, speed) * alone / 1e3
     assert busy < 0.98
-    assert alone + alone * busy / (2 * (1 - busy)) == pytest.approx(0.9 * 1000)
+    assert alone + alone * busy / (2 * (1 - busy)) == pytest.approx(SAFETY * 1000)

@@ -49,16 +49,20 @@ class MeasuredTimes:
     A profile has the time to the first token of a prompt that is alone. Of it the engine itself is busy with the
     smallest prompt about as long as with a decode step of as many requests; the rest is latency, the same for all
     prompts. No prompt is believed to be read at a higher rate than the largest one of at most `_RATE_TOKENS`.
+
+    Args:
+        profile: of the TP size.
+        latency_ms: if it is known from elsewhere, as for other batches of the same engines.
     """
 
-    def __init__(self, profile: TpProfile) -> None:
+    def __init__(self, profile: TpProfile, latency_ms: float | None = None) -> None:
         self._prefill = Grid(((point.tokens, point.prefix, point.ms) for point in profile.prefill), _PREFILL_TERMS)
         self._decode = Grid(((point.batch, point.context, point.ms) for point in profile.decode), _DECODE_TERMS)
         smallest = min((point.prefix, point.tokens, point.ms) for point in profile.prefill)
         first = [point.tokens for point in profile.prefill if point.prefix == smallest[0]]
         largest = max((tokens for tokens in first if tokens <= _RATE_TOKENS), default=smallest[1])
         step = self._decode.at(smallest[1], smallest[1])
-        self._latency_ms = max(0.0, smallest[2] - step)
+        self._latency_ms = max(0.0, smallest[2] - step) if latency_ms is None else latency_ms
         self._token_ms = (self._prefill.at(largest, smallest[0]) - self._latency_ms) / max(1, largest)
 
     @property

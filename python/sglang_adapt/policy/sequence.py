@@ -56,7 +56,7 @@ def measured_times(size: TpProfile, threshold: int | None = None, base_tp: int =
     tensor = MeasuredTimes(size)
     if threshold is None or size.sequence is None or size.sequence.base_tp != base_tp:
         return tensor
-    sequence = MeasuredTimes(TpProfile(size.tp, size.sequence.prefill, size.sequence.decode))
+    sequence = MeasuredTimes(TpProfile(size.tp, size.sequence.prefill, size.sequence.decode), tensor.latency_ms)
     return ShiftedTimes(tensor, sequence, threshold)
 
 

@@ -216,10 +216,13 @@ class SimulatedEngine:
 
     def batch_ms(self, read: tuple[tuple[Request, int], ...]) -> float:
         """The time of prompts, or parts, that are read together: each attends to itself alone; what a batch takes
-        however small it is they share."""
+        however small it is they share. One prompt of all their tokens takes no less, and as a batch of that size it
+        may be read in another way (`policy.sequence`)."""
         shared = (len(read) - 1) * self.times.prefill_ms(1)
         alone = [self.times.prefill_ms(part, request.read) for request, part in read]
-        return max(max(alone), sum(alone) - shared)
+        together = sum(part for _, part in read)
+        as_one = self.times.prefill_ms(together, max(request.read for request, _ in read))
+        return max(max(alone), min(sum(alone) - shared, as_one))
 
     def _queue(self, request: Request) -> None:
         heappush(self._waiting, (-request.rank, request.arrival.at_ms, request.number, request))
