@@ -435,17 +435,22 @@ def test_a_change_of_roles_moves_nothing(server: Server, total: dict[int, int]) 
 def test_what_finds_no_slot_is_decoded_where_it_was_read(server: Server, total: dict[int, int]) -> None:
     home(server)
     assert switch(server, "tp2@0-1:prefill,tp2@2-3:decode", "migrate").status_code == 200
-    before = layout_of(server)["handovers"]
+    before = layout_of(server)["handovers"].get("kept", 0)
     results: list[httpx.Response] = []
     # An engine has 64 slots.
     threads = [in_background(server, ENDLESS, results) for _ in range(68)]
-    until(lambda: engines_of(server)["tp2@2-3"]["in_flight"] >= 64, "all slots are taken")
-    waiting = layout_of(server)["handovers"]["waiting"]
-    until(lambda: layout_of(server)["handovers"].get("kept", 0) >= before.get("kept", 0) + 4, "the others go on")
+
+    def all_decode() -> bool:
+        """Also one that has waited its time for a slot, on a busy machine, goes on where it was read."""
+        said, taken = layout_of(server)["handovers"], engines_of(server)["tp2@2-3"]["in_flight"]
+        kept = said.get("kept", 0) - before
+        assert taken <= 64
+        return said["waiting"] == 0 and kept >= 4 and taken > 0 and taken + kept == 68
+
+    until(all_decode, "slots are taken, and the others go on")
     HTTP.post(f"{server.url}/abort_request", json={"abort_all": True})
     for thread in threads:
         thread.join(LIMIT_S)
-    assert waiting <= 4
     reasons = [answer.json()["meta_info"]["finish_reason"]["type"] for answer in results]
     assert reasons == ["abort"] * 68
     check_pages(server, total)
