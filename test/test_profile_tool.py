@@ -19,6 +19,7 @@ from sglang_adapt.core.profile import (
 from sglang_adapt.profile import (
     ProfilingError,
     decode_sizes,
+    held_up_ms,
     main,
     middle_step_ms,
     prefill_sizes,
@@ -42,6 +43,25 @@ def test_a_step_is_timed_while_all_decode() -> None:
     assert middle_step_ms([[(0.0, 1), (0.4, 5)]]) == pytest.approx(100.0)
     with pytest.raises(ProfilingError, match="never decoded at the same time"):
         middle_step_ms([[(0.0, 1), (0.1, 2)], [(0.2, 1), (0.3, 2)]])
+
+
+def test_a_prompt_holds_up_what_decodes_beside_it() -> None:
+    def stream(*held_up: int) -> list[tuple[float, int]]:
+        """Twenty steps of 10 ms, those with these numbers 7 ms longer."""
+        at, chunks = 0.0, [(0.0, 1)]
+        for step in range(20):
+            at += 0.017 if step in held_up else 0.010
+            chunks.append((at, step + 2))
+        return chunks
+
+    sent = [0.035, 0.085, 0.13]
+    assert held_up_ms([stream(4, 9)], sent) == pytest.approx([7.0, 7.0])
+    # Of two engines each has read one.
+    assert held_up_ms([stream(4), stream(9)], sent) == pytest.approx([7.0, 7.0])
+    # Prompts before all streams decoded do not count.
+    late = [(0.036, 4), (0.086, 9), (0.2, 20)]
+    assert len(held_up_ms([stream(4), late], [0.01, 0.02, *sent])) == 1
+    assert held_up_ms([stream()], [0.035]) == []
 
 
 KEY = ProfileKey("m", "float32", "virtual GPU", "0", "0", "torch_native")

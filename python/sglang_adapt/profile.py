@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -45,6 +46,13 @@ _BATCH = (1, 4, 16, 64, 128)
 _CONTEXT = (64, 512, 4096)
 _STEPS = 24
 _WATCHED = 32
+_BESIDE_STEPS = 400
+_BESIDE_PROMPTS = 5
+_BESIDE_TRIES = 10
+_APART = 3
+"""Times to a first token between two prompts beside a stream."""
+_LEAST_MS = 0.01
+"""What is less was not seen, or was less than chance."""
 _TIMEOUT_S = 600.0
 
 
@@ -103,6 +111,38 @@ def middle_step_ms(times: Sequence[Sequence[tuple[float, int]]]) -> float:
     if not steps:
         raise NoOverlapError(f"{len(times)} requests never decoded at the same time; is the server busy?")
     return statistics.median(steps)
+
+
+def held_up_ms(streams: Sequence[Sequence[tuple[float, int]]], prompts: Sequence[float]) -> list[float]:
+    """By how much each prompt holds up what decodes on its engine, in ms.
+
+    Args:
+        streams: one on each engine; of each, (seconds, tokens that it has) of each chunk.
+        prompts: seconds when each was sent; each had its first token before the next one was sent.
+
+    Returns:
+        Of those prompts that were sent, as the one behind them, while all streams decoded; there may be none.
+    """
+    begin, end = max(stream[0][0] for stream in streams), min(stream[-1][0] for stream in streams)
+    return [
+        sum(_held_up_s(stream, sent, following) for stream in streams) * 1000
+        for sent, following in itertools.pairwise(prompts)
+        if begin <= sent and following <= end
+    ]
+
+
+def _held_up_s(stream: Sequence[tuple[float, int]], begin: float, end: float) -> float:
+    """By how much later than with its usual steps the tokens of a stream came from one time to another."""
+    steps = [
+        (had_at, at, (at - had_at) / (tokens - had), tokens - had)
+        for (had_at, had), (at, tokens) in itertools.pairwise(stream)
+        if tokens > had and at > had_at
+    ]
+    usual = statistics.median(step for *_, step, _ in steps)
+    return sum(
+        max(0.0, min(at, end) - max(had_at, begin)) * (1 - usual * tokens / (at - had_at))
+        for had_at, at, _, tokens in steps
+    )
 
 
 def watched(count: int) -> set[int]:
@@ -185,6 +225,29 @@ class _Server:
             sent, chunks = await self.stream(cached + self.prompt(tokens), 1)
             seen.append((chunks[0][0] - sent) * 1000)
         return statistics.median(seen)
+
+    async def beside_ms(self, engines: int, tokens: int, longest: int) -> float:
+        """By how much a prompt of `tokens` holds up a request that decodes on its engine; the median of some."""
+        held_up: list[float] = []
+        for _ in range(_BESIDE_TRIES):
+            held_up += await self._held_up_ms(engines, tokens, max(2, min(_BESIDE_STEPS, longest - tokens - 2)))
+            if len(held_up) >= _BESIDE_PROMPTS:
+                return statistics.median(held_up)
+        raise NoOverlapError(f"only {len(held_up)} prompts were read while {engines} requests decoded")
+
+    async def _held_up_ms(self, engines: int, tokens: int, output: int) -> list[float]:
+        streams = [asyncio.create_task(self.stream(self.prompt(tokens), output)) for _ in range(engines)]
+        prompts: list[float] = []
+        try:
+            while not any(stream.done() for stream in streams):
+                sent, chunks = await self.stream(self.prompt(tokens), 1)
+                prompts.append(sent)
+                # Between two there are steps that nothing holds up: by those the others are judged.
+                await asyncio.sleep(_APART * (chunks[0][0] - sent))
+            return held_up_ms([(await stream)[1] for stream in streams], prompts)
+        finally:
+            for stream in streams:
+                stream.cancel()
 
     async def decode_ms(self, engines: int, batch: int, context: int, longest: int) -> float:
         """Time of a step of `batch` requests on every engine.
@@ -301,7 +364,8 @@ async def _measure_size(
     server: _Server, tp: int, engines: int, limit: int, longest: int, capacity: int, running: int, repeats: int
 ) -> TpProfile:
     prefill, decode = [], []
-    for tokens, prefix in prefill_sizes(limit, limit):
+    sizes = prefill_sizes(limit, limit)
+    for tokens, prefix in sizes:
         ms = await server.prefill_ms(engines, tokens, prefix, repeats)
         prefill.append(PrefillPoint(tokens, prefix, round(ms, 4)))
         print(f"TP {tp}: prefill of {tokens} tokens behind {prefix}: {ms:.2f} ms", flush=True)
@@ -309,7 +373,10 @@ async def _measure_size(
         ms = await server.decode_ms(engines, batch, context, longest)
         decode.append(DecodePoint(batch, batch * (context + _STEPS), round(ms, 4)))
         print(f"TP {tp}: decode step of {batch} requests with {context} tokens each: {ms:.2f} ms", flush=True)
-    return TpProfile(tp, tuple(prefill), tuple(decode))
+    smallest = sizes[0][0]
+    beside = max(_LEAST_MS, round(await server.beside_ms(engines, smallest, limit), 4))
+    print(f"TP {tp}: a prompt of {smallest} tokens holds up what decodes beside it by {beside:.2f} ms", flush=True)
+    return TpProfile(tp, tuple(prefill), tuple(decode), beside_ms=beside)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

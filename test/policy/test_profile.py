@@ -42,6 +42,14 @@ def test_measured_times() -> None:
     assert times.decode_ms(1, 50) == 7.0 < times.decode_ms(2, 50)
 
 
+def test_what_holds_nothing_up_is_latency() -> None:
+    """A prompt of 100 tokens has its first token after 10 ms, and holds up what decodes by 9: 1 is on the way."""
+    times = MeasuredTimes(msgspec.structs.replace(TP1, beside_ms=9.0))
+    assert times.latency_ms == 1.0
+    assert (times.prefill_ms(100), times.prefill_ms(200)) == pytest.approx((9.0, 17.0))
+    assert MeasuredTimes(msgspec.structs.replace(TP1, beside_ms=11.0)).latency_ms == 0.0
+
+
 def test_reckoned_times_are_near_what_was_measured_on_h100() -> None:
     """Llama-3.1-8B in bf16: measured 6.8 ms (batch 1), 15.6 ms (batch 128 at 1,024 tokens), 394 ms (16 x 1,024)."""
     gpu, known = gpu_figures("NVIDIA H100 80GB HBM3")

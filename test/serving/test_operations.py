@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
 from server import Server
+from sglang_adapt.core.profile import read_profile
+from sglang_adapt.policy.profile import MeasuredTimes
 
 pytestmark = pytest.mark.engine
 
@@ -51,6 +54,19 @@ def test_switches_are_counted(metered: Server) -> None:
         count = f'switch_seconds_count{{phase="{phase}"}}'
         assert after[count] == before[count] + 1
     assert switch("tp1@0,tp1@1", "migrate") == 200
+
+
+def test_a_profile_is_measured_and_the_layout_stays(metered: Server, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    # A process of its own: what is loaded beside it here would make pauses in what it sees.
+    command = [sys.executable, "-m", "sglang_adapt.profile", "--url", metered.url, "--output", str(file)]
+    subprocess.run([*command, "--longest", "110", "--repeats", "1"], timeout=120, check=True)
+    measured = read_profile(file)
+    assert [size.tp for size in measured.sizes] == [1, 2]
+    for size in measured.sizes:
+        assert size.beside_ms is not None and size.beside_ms > 0
+        assert MeasuredTimes(size).latency_ms < size.prefill[0].ms
+    assert httpx.get(f"{metered.url}/adapt/layout", timeout=10).json()["active"] == "tp1@0,tp1@1"
 
 
 @pytest.mark.parametrize("path", ["/start_expert_distribution_record", "/send_weights_to_remote_instance"])

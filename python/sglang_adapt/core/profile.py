@@ -65,12 +65,18 @@ class SequenceProfile(msgspec.Struct, frozen=True):
 
 
 class TpProfile(msgspec.Struct, frozen=True):
-    """The points of one TP size; at least one of each kind. Those of `sequence` only if they were measured as well."""
+    """The points of one TP size; at least one of each kind. Those of `sequence` only if they were measured as well.
+
+    Attributes:
+        beside_ms: by so much the smallest prompt without a cached beginning holds up a request that decodes on the same
+            engine; None: not measured.
+    """
 
     tp: _Count
     prefill: Annotated[tuple[PrefillPoint, ...], msgspec.Meta(min_length=1)]
     decode: Annotated[tuple[DecodePoint, ...], msgspec.Meta(min_length=1)]
     sequence: SequenceProfile | None = None
+    beside_ms: _Ms | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -47,8 +47,9 @@ class MeasuredTimes:
     """The times of a TP size in a profile.
 
     A profile has the time to the first token of a prompt that is alone. Of it the engine itself is busy with the
-    smallest prompt about as long as with a decode step of as many requests; the rest is latency, the same for all
-    prompts. No prompt is believed to be read at a higher rate than the largest one of at most `_RATE_TOKENS`.
+    smallest prompt for as long as that holds up what decodes beside it, or, if that was not measured, about as long as
+    with a decode step of as many requests. The rest is latency, the same for all prompts. No prompt is believed to be
+    read at a higher rate than the largest one of at most `_RATE_TOKENS`.
 
     Args:
         profile: of the TP size.
@@ -61,8 +62,8 @@ class MeasuredTimes:
         smallest = min((point.prefix, point.tokens, point.ms) for point in profile.prefill)
         first = [point.tokens for point in profile.prefill if point.prefix == smallest[0]]
         largest = max((tokens for tokens in first if tokens <= _RATE_TOKENS), default=smallest[1])
-        step = self._decode.at(smallest[1], smallest[1])
-        self._latency_ms = max(0.0, smallest[2] - step) if latency_ms is None else latency_ms
+        busy_ms = profile.beside_ms or self._decode.at(smallest[1], smallest[1])
+        self._latency_ms = max(0.0, smallest[2] - busy_ms) if latency_ms is None else latency_ms
         self._token_ms = (self._prefill.at(largest, smallest[0]) - self._latency_ms) / max(1, largest)
 
     @property
