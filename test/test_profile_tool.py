@@ -29,7 +29,17 @@ from sglang_adapt.profile import (
 
 
 def test_what_fits_is_measured() -> None:
-    assert prefill_sizes(2048, 2048) == [(16, 0), (64, 0), (256, 0), (1024, 0), (16, 1024), (64, 1024), (256, 1024)]
+    assert prefill_sizes(2048, 2048) == [
+        (16, 0),
+        (64, 0),
+        (250, 0),
+        (700, 0),
+        (1500, 0),
+        (16, 1024),
+        (64, 1024),
+        (250, 1024),
+        (700, 1024),
+    ]
     assert prefill_sizes(10, 10) == [(5, 0)]
     assert decode_sizes(600, 4000, 8) == [(1, 64), (4, 64), (1, 512)]
     assert decode_sizes(10, 100, 1) == [(1, 1)]

@@ -40,7 +40,8 @@ from sglang_adapt.core.profile import (
     write_profile,
 )
 
-_PREFILL = (16, 64, 256, 1024, 4096, 8192, 16384)
+_PREFILL = (16, 64, 250, 700, 1500, 3000, 6000, 16000)
+"""Few of them round: engines have graphs for round sizes, which few prompts meet."""
 _PREFIX = (0, 1024, 8192)
 _BATCH = (1, 4, 16, 64, 128)
 _CONTEXT = (64, 512, 4096)
