@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from sglang_adapt.policy.admission import (
     SAFETY,
+    Forecast,
     Job,
     Load,
     Outcome,
     admit,
     aged_place,
+    decodes_beside,
     forecast,
     guarded_ms,
     is_feasible,
@@ -23,6 +25,7 @@ from sglang_adapt.policy.admission import (
     place,
     retry_after_s,
     room_for,
+    with_takers,
 )
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
@@ -151,6 +154,48 @@ def test_a_long_prompt_without_a_promise_is_read_in_parts_beside_what_was_promis
     assert room_for(Job(100, 10, None, None), [replace(busy, prefill_ms=1500.0)], 1e9) is None
     # The same for a target that is to be expected, if something was promised there.
     assert room_for(job, [replace(busy, tightest_tpot_ms=50.0, guard_ms=6.0)], 11_000.0) == 0
+
+
+def test_a_reader_takes_what_it_reads_in_time_and_what_somebody_decodes_in_time() -> None:
+    """Ten requests that it reads are five more for each taker, and decode steps there cost its first tokens nothing."""
+    reader = Load("r", Linear(), 10, 50, 100.0, tightest_tpot_ms=9.0)
+    takers = [Load("t", Linear(), 3, tightest_tpot_ms=9.0), Load("u", Linear(), 30, tightest_tpot_ms=90.0)]
+    mixed = Load("m", Linear(), 10, 50, tightest_tpot_ms=90.0)
+    placed = with_takers([reader, mixed], {"r"}, takers)
+    assert placed[1] == mixed and placed[0].takers is not None
+    assert [one.requests for one in placed[0].takers] == [8, 35]
+    # 50 tokens before its own 10, no step; the ninth request of the first taker.
+    job = Job(10, 1, 100.0, 10.0)
+    seen = forecast(job, placed[0])
+    assert seen == Forecast(60.0, 9.0, 0.0, False)
+    # 9 is more than 0.95 of what the others there have been promised, 9.5 is not.
+    assert not is_feasible(job, placed[0], seen)
+    there = replace(takers[0], tightest_tpot_ms=10.0)
+    assert is_feasible(job, with_takers([reader], {"r"}, [there, takers[1]])[0], seen)
+    # A first token that is late is so whoever decodes.
+    late = Job(10, 1, 60.0, 10.0)
+    assert not is_feasible(late, with_takers([reader], {"r"}, [there, takers[1]])[0], seen)
+    # Where all takers are full there is no place, and none without a taker.
+    full = replace(there, bounds=Bounds(1, 1024, 8))
+    assert forecast(job, with_takers([reader], {"r"}, [full])[0]).full
+    assert not is_feasible(job, with_takers([reader], {"r"}, [])[0], seen)
+
+
+def test_a_request_that_waits_to_be_handed_over_is_decoded_between_prompts() -> None:
+    reader = replace(Load("r", Linear(), 2, 20, tightest_tpot_ms=9.0, decoding=1), takers=(Load("t", Linear()),))
+    seen = forecast(Job(10, 1, 1000.0, 10.0), reader)
+    # The step in flight, and 20 tokens before its own 10.
+    assert seen.ttft_ms == 1 + 30 and 1 < seen.others_tpot_ms < 2
+
+
+def test_work_without_a_promise_is_read_where_it_costs_no_target_later() -> None:
+    job = Job(10, 1, None, None)
+    reader = Load("r", Linear())
+    busy, idle = Load("t", Linear(), 6, tightest_tpot_ms=9.0), Load("u", Linear())
+    # Seven requests take 7 ms a step; three quarters of 9 are less.
+    assert not decodes_beside(job, busy) and decodes_beside(job, idle)
+    assert room_for(job, with_takers([reader], {"r"}, [busy]), 1e9) is None
+    assert room_for(job, with_takers([reader], {"r"}, [busy, idle]), 1e9) == 0
 
 
 def test_room_is_left_for_what_is_to_be_expected() -> None:

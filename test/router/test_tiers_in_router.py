@@ -12,7 +12,7 @@ from msgspec.structs import fields
 from router_fakes import World, generate
 from sglang.srt.managers.io_struct import AbortReq, TokenizedEmbeddingReqInput, msgpack_decode
 
-from sglang_adapt.core.layout import parse_layout
+from sglang_adapt.core.layout import Role, parse_layout
 from sglang_adapt.core.messages import AdmitRequest, RequestReport
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
 from sglang_adapt.core.slo import SloConfig, Terms, Tier, WhenInfeasible, request_terms
@@ -21,6 +21,7 @@ from sglang_adapt.policy.demand import Arrivals, Unfinished
 from sglang_adapt.policy.limits import OPEN, Bounds, Limits
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.admission import Admission
+from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.tickets import TICKET_MS
 from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.upstream import wire
@@ -563,3 +564,13 @@ def test_room_for_the_next_prompt_of_a_tier_ends_when_none_has_come_for_ten_seco
         world.arrive(f"n{number}", "night", tokens=60)
     assert "n4" not in world.seen("tp2@0-1")
     world.check()
+
+
+def test_a_request_is_feasible_if_it_is_on_the_engine_that_reads_and_on_one_that_decodes() -> None:
+    world = Tiered("tp1@0:prefill,tp1@1:decode", slots=99)
+    # Nine that are read there are nine to be decoded, which takes 9 ms of 9.5; read, they take 2 ms each.
+    assert [world.arrive(f"r{number}", "strict", tokens=2) for number in range(9)] == [True] * 9
+    assert len(world.placed()["tp1@0"]) == 9 and "tp1@1" not in world.placed()
+    assert not world.ask("picky", tokens=2)[1]
+    world.engine("tp1@1").state = EngineState.DEAD
+    assert world.admission.roles() == {"tp1@0": Role.PREFILL}

@@ -96,6 +96,19 @@ def test_what_the_planner_sees_is_what_was_admitted_and_what_was_refused(monkeyp
     assert told == [(one.arrival.tier, one.arrival.prompt) for one in found.requests if one.refused]
 
 
+def test_roles_with_tiers_keep_what_they_promise() -> None:
+    """As with mixed engines: all end once, and with admission nearly all that was let in is in time."""
+    layout = parse_layout("tp2@0-1:prefill,tp2@2-3:decode", (1, 2), 4)
+    arrivals = both_tiers(60.0, 8.0)
+    stock, ours = (run(System(hardware(), 4, layout, admission), arrivals, TIERS) for admission in (False, True))
+    for one in (stock, ours):
+        assert adds_up(one.judged, len(arrivals))
+    assert ours.judged["strict"]["good"] > 1.2 * stock.judged["strict"]["good"]
+    assert ours.judged["strict"]["missed"] < 0.1 * ours.judged["strict"]["sent"]
+    with pytest.raises(ValueError, match="a layout that stays"):
+        run(System(hardware(), 4, layout, interval_s=1.0), arrivals, TIERS)
+
+
 def test_a_load_is_carried_or_broken_off() -> None:
     system = System(hardware(), 2, uniform_layout(1, 2), admission=False)
     light, heavy = both_tiers(10.0, 5.0), both_tiers(120.0, 20.0)

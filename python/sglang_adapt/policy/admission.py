@@ -9,13 +9,17 @@ The model of an engine. While requests decode it computes prompts in iterations 
 tightest target allows (`policy.limits`), with decode steps after each. So the first token of a request comes after the
 step in flight, all prompts before its own, and the steps between. Later tokens come at the time of a decode step,
 stretched by the share of time that prompts take, or by its part of the prompts of an iteration, if that is less.
+
+An engine that only reads (`Load.takers`) hands requests over with their first token. Then the first token is that of
+the model above, and later ones come at the time of a decode step at one of those that take over; a request is feasible
+if it is on both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from sglang_adapt.policy.limits import SAFETY, STEPS, Bounds, chunk_tokens
@@ -72,6 +76,7 @@ class Load:
         preemptible: those of its requests that give way to one with targets.
         guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
         tiers: whose requests are promised their targets here; None: of all. Other work is taken from any tier.
+        takers: engines that decode what this one reads, with what will come to them; None: it decodes itself.
     """
 
     engine: str
@@ -87,6 +92,7 @@ class Load:
     decoding: int = 0
     preemptible: int = 0
     tiers: frozenset[str] | None = None
+    takers: tuple[Load, ...] | None = None
 
     @property
     def share(self) -> float:
@@ -113,6 +119,8 @@ class Forecast:
 
 def forecast(job: Job, load: Load) -> Forecast:
     """Predict; all times grow with what the engine has to do."""
+    if load.takers is not None:
+        return _forecast_of_reader(job, load, load.takers)
     new = max(1, job.tokens - load.cached)
     times, tightest = load.times, min(load.tightest_tpot_ms, job.tpot_ms or math.inf)
     step = times.decode_ms(load.requests, load.context)
@@ -121,12 +129,48 @@ def forecast(job: Job, load: Load) -> Forecast:
     between = step if load.decoding else 0.0
     ttft = job.waited_ms + times.latency_ms + step
     ttft += prompts_ms(times, load.prefill_tokens + new, load.cached, between, chunk, reading_ms(load, new))
-    after = times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
+    after = _with_one_more_ms(job, load)
     longest = after + times.prefill_ms(chunk_tokens(times, after, tightest, load.bounds, with_own)) / STEPS
     tpot = min(longest, after / (1 - load.share))
     others = min(longest, after / (1 - with_own))
     stay = load.requests if job.tpot_ms is None else load.requests - load.preemptible
     return Forecast(ttft, tpot, others if load.requests else 0.0, stay >= load.bounds.requests)
+
+
+def _forecast_of_reader(job: Job, load: Load, takers: Sequence[Load]) -> Forecast:
+    """The same of an engine that only reads: beside prompts it decodes what waits to be handed over."""
+    new, times = max(1, job.tokens - load.cached), load.times
+    step = times.decode_ms(load.decoding, load.context * load.decoding / max(1, load.requests))
+    share = min(_MOST_SHARE, (load.prefill_ms + times.prefill_ms(new, load.cached)) / WINDOW_MS)
+    chunk = chunk_tokens(times, step, load.tightest_tpot_ms, load.bounds, share)
+    read = prompts_ms(times, load.prefill_tokens + new, load.cached, step, chunk, reading_ms(load, new))
+    tpot = min((_with_one_more_ms(job, taker) for taker in takers), default=math.inf)
+    others = min(step + times.prefill_ms(chunk) / STEPS, step / (1 - share)) if step else 0.0
+    full = load.requests >= load.bounds.requests or all(_is_full(taker) for taker in takers)
+    return Forecast(job.waited_ms + times.latency_ms + step + read, tpot, others, full)
+
+
+def _with_one_more_ms(job: Job, load: Load) -> float:
+    """A decode step with a job that has its first token."""
+    return load.times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
+
+
+def with_takers(loads: Sequence[Load], readers: Collection[str], takers: Sequence[Load]) -> list[Load]:
+    """Loads of engines of which some only read, with the engines that take over what these have.
+
+    Args:
+        loads: of the engines that requests may go to.
+        readers: names of those that only read.
+        takers: those that take over.
+    """
+    reading = [load for load in loads if load.engine in readers]
+    if not reading:
+        return list(loads)
+    share = 1 / max(1, len(takers))
+    requests = math.ceil(share * sum(load.requests for load in reading))
+    context = share * sum(load.context for load in reading)
+    coming = tuple(replace(one, requests=one.requests + requests, context=one.context + context) for one in takers)
+    return [replace(load, takers=coming) if load.engine in readers else load for load in loads]
 
 
 def reading_ms(load: Load, new: int) -> float:
@@ -169,6 +213,7 @@ def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
         and seen.tpot_ms <= SAFETY * job.tpot_ms
         and seen.others_tpot_ms <= SAFETY * load.tightest_tpot_ms
         and (job.tpot_ms <= load.guard_ms or seen.others_tpot_ms <= guarded_ms(load))
+        and (load.takers is None or any(decodes_within(job, taker) for taker in load.takers))
     )
 
 
@@ -197,9 +242,16 @@ def decodes_within(job: Job, load: Load) -> bool:
     """Would a job that has its first token from elsewhere meet its TPOT on the engine, and all that runs there still
     meet theirs?"""
     assert job.tpot_ms is not None
-    after = load.times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
-    takes = (load.tiers is None or job.tier in load.tiers) and load.requests < load.bounds.requests
-    return takes and after <= SAFETY * min(job.tpot_ms, load.tightest_tpot_ms)
+    after = _with_one_more_ms(job, load)
+    takes = (load.tiers is None or job.tier in load.tiers) and not _is_full(load)
+    leaves = job.tpot_ms <= load.guard_ms or after <= guarded_ms(load)
+    return takes and leaves and after <= SAFETY * min(job.tpot_ms, load.tightest_tpot_ms)
+
+
+def decodes_beside(job: Job, load: Load) -> bool:
+    """Would a job without a promise that has its first token from elsewhere cost no target on the engine?"""
+    filled_ms = min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
+    return not _is_full(load) and (not load.requests or _with_one_more_ms(job, load) <= filled_ms)
 
 
 class Outcome(StrEnum):
@@ -320,6 +372,8 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
         load = loads[at]
         found = forecast(job, load)
         queued = reading_ms(load, max(1, job.tokens - load.cached))
+        if load.takers is not None and not any(decodes_beside(job, taker) for taker in load.takers):
+            continue
         if not load.requests:
             return at
         if found.full or queued > spare_ms:
@@ -333,7 +387,7 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
 def _fits_in_parts(job: Job, load: Load, filled_ms: float, spare_ms: float) -> bool:
     """Is there room for a prompt that the engine cuts for what has been promised there, while it reads no other one?"""
     new = max(1, job.tokens - load.cached)
-    after = load.times.decode_ms(load.requests + 1, load.context + job.tokens + job.output / 2)
+    after = _with_one_more_ms(job, load)
     if load.prefill_tokens or math.isinf(load.tightest_tpot_ms) or after > filled_ms:
         return False
     own = min(_MOST_SHARE, load.times.prefill_ms(new, load.cached) / WINDOW_MS)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from sglang_adapt.core.layout import Role
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, RequestReport
 from sglang_adapt.core.slo import SloConfig, Terms, request_terms
 from sglang_adapt.policy.admission import (
@@ -22,10 +23,12 @@ from sglang_adapt.policy.admission import (
     Outcome,
     admit,
     aged_place,
+    decodes_beside,
     decodes_within,
     is_late,
     place,
     room_for,
+    with_takers,
 )
 from sglang_adapt.policy.limits import Bounds, Limits, limits_for
 from sglang_adapt.policy.profile import Correction
@@ -53,6 +56,10 @@ class Admission:
         bounds: of an engine's iterations, by TP size.
         report: told how each request has ended.
         clock_ms: CLOCK_MONOTONIC in ms.
+
+    Attributes:
+        config: the tiers.
+        roles: what the engines of the layout do now, by name, of those that are up; of a layout without roles nothing.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class Admission:
         if settings.config is None:
             raise ValueError("there are no tiers to admit by")
         self.config: SloConfig = settings.config
+        self.roles: Callable[[], Mapping[str, Role]] = dict
         times = {tp: settings.times(tp) for tp in set(tp_of.values())}
         self._tp_of = tp_of
         self._report = report
@@ -223,13 +231,15 @@ class Admission:
         return self._job(record.terms, record.tokens, record.most_output, waited_ms)
 
     def decode_within(self, rid: str, engines: Sequence[Engine]) -> set[str]:
-        """The engines where a request that has its first token would keep its target, and what runs there its own: all
-        of them, if it has none."""
+        """The engines where a request that has its first token would keep its target, and what runs there its own; of
+        one without a promise those where it costs no target."""
         record = self._records.get(rid)
-        if record is None or record.terms.tpot_ms is None:
+        if record is None:
             return {engine.name for engine in engines}
-        job = self._job_of(record)
-        return {load.engine for load in self._where(engines) if decodes_within(job, load)}
+        job, loads = self._job_of(record), self._where(engines)
+        if not record.promised or job.tpot_ms is None:
+            return {load.engine for load in loads if decodes_beside(job, load)}
+        return {load.engine for load in loads if decodes_within(job, load)}
 
     def priority(self, rid: str) -> int:
         """Stock's `priority` of a request: by what was promised. Old work counts as promised: it waits no longer."""
@@ -240,6 +250,9 @@ class Admission:
         """What an engine may do in an iteration now; with `coming`, as soon as this request has been sent to it."""
         record = None if coming is None else self._records.get(coming)
         load = self._where([engine], () if record is None else record.prefixes)[0]
+        if self.roles().get(engine.name) is Role.PREFILL:
+            # What it reads it does not decode: prompts are cut for what waits to be handed over.
+            load, record = replace(load, requests=load.decoding), None
         promised = self._tally.of(engine.name).promised
         if record is not None:
             own = load.times.prefill_ms(max(1, record.tokens - load.cached), load.cached)
@@ -350,8 +363,14 @@ class Admission:
 
     def _where_all(self, engines: Sequence[Engine], prefixes: Sequence[Prefix] = ()) -> list[Load]:
         """The same, of all that serve: more is to be placed there, and room is left for tiers to be expected."""
-        names = [engine.name for engine in engines]
-        return self._loads.of(names, prefixes, self._expected.guards(names))
+        names, roles = [engine.name for engine in engines], self.roles()
+        takers = [name for name, role in roles.items() if role is not Role.PREFILL]
+        readers = {name for name in names if roles.get(name) is Role.PREFILL}
+        if not readers:
+            return self._loads.of(names, prefixes, self._expected.guards(names))
+        # What only reads keeps no target between tokens, and leaves no room for one.
+        guards = self._expected.guards(takers)
+        return with_takers(self._loads.of(names, prefixes, guards), readers, self._loads.of(takers, (), guards))
 
     def _now(self) -> float:
         """The time; tickets whose time is over have lost their place."""

@@ -120,6 +120,7 @@ class Router:
         }
         if admission is not None:
             self._from_front[wire.TICKET] = lambda data: admission.named(*wire.ticket_of(data))
+            admission.roles = self._serving.roles_of_those_up
 
     @property
     def in_flight(self) -> int:

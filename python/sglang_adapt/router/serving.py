@@ -102,6 +102,12 @@ class Serving:
         """Does an engine of the layout get new requests?"""
         return self.roles.get(name) is not Role.DECODE
 
+    def roles_of_those_up(self) -> dict[str, Role]:
+        """What engines do now that are ready, by name; nothing if all of the layout are mixed."""
+        if not self.layout.roles or all(role is Role.MIXED for role in self.roles.values()):
+            return {}
+        return {name: role for name, role in self.roles.items() if self.is_ready(name)}
+
     # Requests come and go.
 
     def assign(self, name: str, tokens: int) -> None:

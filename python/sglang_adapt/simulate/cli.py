@@ -182,8 +182,6 @@ def _one(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         if auto and options.system == "stock":
             raise FlagError("--layout auto: stock has a layout that stays; give one, e.g. tp1")
         layout = layout_of(options.layout, setting)
-        if layout.roles and options.system != "stock":
-            raise FlagError(f"--layout {layout}: roles are simulated with --system stock only")
         system = System(
             setting.hardware,
             setting.gpus,

@@ -1,7 +1,7 @@
 """Fixed roles in simulated time: who reads prompts hands requests over when they have their first token.
 
 As the router's (`router/handovers.py`), with its choice of the taker, but a request that finds no room is decoded where
-it was read at once, and only with stock's routing: no tier is promised anything.
+it was read at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FixedRoles:
     """See the module.
 
     Args:
-        node: whose engines these are; its routing is in use.
+        node: whose engines these are; its routing is in use, and knows the roles.
         hardware: what engines can do.
         layout: that serves, with its roles.
     """
@@ -35,7 +35,10 @@ class FixedRoles:
         if engine.name not in self._readers:
             return
         takers = [self._taker(one) for one in self._takers]
-        chosen = choose_taker(takers, request.arrival.prompt + request.arrival.output)
+        tokens = request.arrival.prompt + request.arrival.output
+        within = self._node.routing.decode_within(request, [taker.name for taker in takers])
+        chosen = choose_taker([taker for taker in takers if taker.name in within], tokens)
+        chosen = chosen or choose_taker(takers, tokens)
         if chosen is None:
             return
         taker = self._node.engines[chosen.name]
@@ -52,5 +55,6 @@ class FixedRoles:
         return Taker(engine.name, page, engine.kv_tokens // page, held, len(engine.requests))
 
     def _arrived(self, request: Request, taker: SimulatedEngine) -> None:
+        self._node.routing.handed_over(request, taker.name)
         taker.resume(request, self._node.now_ms)
         self._node.schedule(taker)

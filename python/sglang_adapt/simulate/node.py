@@ -151,6 +151,8 @@ class Node:
             for request in progress.first:
                 if not request.done:
                     self.handovers.first_token(request, engine)
+        if progress.first or progress.ended:
+            self.routing.let_go()
         self._limit(engine, placed=False)
         engine.start(self.now_ms)
         self.schedule(engine)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sglang_adapt.core.layout import Role
 from sglang_adapt.core.messages import AdmitRequest, RequestReport
 from sglang_adapt.core.profile import ProfileKey
 from sglang_adapt.core.slo import SloConfig, request_terms
@@ -37,11 +38,11 @@ class Routing(Protocol):
         ...
 
     def progressed(self, engine: SimulatedEngine, progress: Progress) -> None:
-        """An engine has given tokens."""
+        """An engine has given tokens; `let_go` comes next, if requests have begun to decode or ended."""
         ...
 
     def let_go(self) -> None:
-        """Time has passed for what waits."""
+        """There may be room for what waits."""
         ...
 
     def moved(self, request: Request, engine: str) -> None:
@@ -49,7 +50,19 @@ class Routing(Protocol):
         ...
 
     def left(self, engine: SimulatedEngine, requests: Sequence[Request]) -> None:
-        """Requests have left an engine in a switch, with what they have given."""
+        """Requests have left an engine in a switch, or for one that decodes, with what they have given."""
+        ...
+
+    def use_roles(self, roles: Mapping[str, Role]) -> None:
+        """Engines by name do this from now on."""
+        ...
+
+    def decode_within(self, request: Request, names: Sequence[str]) -> set[str]:
+        """Those of these engines that a request with its first token may go to, so that no target suffers."""
+        ...
+
+    def handed_over(self, request: Request, engine: str) -> None:
+        """A request that another engine has read goes on at this one, which gets none from clients."""
         ...
 
     def limits(self, name: str) -> Limits:
@@ -134,6 +147,15 @@ class LeastLoad:
     def left(self, engine: SimulatedEngine, requests: Sequence[Request]) -> None:
         for request in requests:
             self._dispatch.release(engine.name, request.arrival.prompt)
+
+    def use_roles(self, roles: Mapping[str, Role]) -> None:
+        pass
+
+    def decode_within(self, request: Request, names: Sequence[str]) -> set[str]:
+        return set(names)
+
+    def handed_over(self, request: Request, engine: str) -> None:
+        pass
 
     def limits(self, name: str) -> Limits:
         return OPEN
@@ -252,8 +274,6 @@ class ByTiers:
             del self._told[request.number]
             self.admission.ended(request.rid, view, finished=True)
             self.admission.left(request.rid)
-        if progress.first or progress.ended:
-            self.let_go()
 
     def _watch(self, engine: SimulatedEngine, view: Engine) -> None:
         """Tell of one request that decodes, whose tokens say how long a step takes."""
@@ -279,6 +299,15 @@ class ByTiers:
     def left(self, engine: SimulatedEngine, requests: Sequence[Request]) -> None:
         for request in requests:
             self._tell(request, self._engines[engine.name])
+
+    def use_roles(self, roles: Mapping[str, Role]) -> None:
+        self.admission.roles = lambda: roles
+
+    def decode_within(self, request: Request, names: Sequence[str]) -> set[str]:
+        return self.admission.decode_within(request.rid, [self._engines[name] for name in names])
+
+    def handed_over(self, request: Request, engine: str) -> None:
+        self.admission.moved(request.rid, engine, request.arrival.prompt)
 
     def limits(self, name: str) -> Limits:
         return self.admission.limits(self._engines[name])

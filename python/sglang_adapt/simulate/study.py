@@ -108,14 +108,14 @@ def _best_static(setting: Setting, *, admission: bool) -> Run:
     return replace(best, notes=f"TP {tp}")
 
 
-def _best_roles(setting: Setting) -> Run:
-    """Stock, with engines of one TP size that prefill and others that decode: the best of all such layouts."""
+def _best_roles(setting: Setting, *, admission: bool) -> Run:
+    """Engines of one TP size that prefill and others that decode: the best of all such layouts."""
     runs = []
     for tp in setting.hardware.tp_sizes:
         engines = uniform_layout(tp, setting.gpus).engines
         for reads in range(1, len(engines)):
             roles = (Role.PREFILL,) * reads + (Role.DECODE,) * (len(engines) - reads)
-            system = System(setting.hardware, setting.gpus, Layout(engines, roles), admission=False)
+            system = System(setting.hardware, setting.gpus, Layout(engines, roles), admission)
             made = run(system, setting.arrivals, setting.config)
             runs.append(replace(made, notes=f"{reads} of {len(engines)} engines of TP {tp} prefill"))
     if not runs:
@@ -138,7 +138,7 @@ def ablation(setting: Setting, say: Say) -> Found:
     first = setting.hardware.tp_sizes[0]
     steps: dict[str, Callable[[], Run]] = {
         f"static TP {first}": lambda: _static(setting, first, admission=False),
-        "fixed roles, the best ones": lambda: _best_roles(setting),
+        "fixed roles, the best ones": lambda: _best_roles(setting, admission=False),
         "best static TP": lambda: _best_static(setting, admission=False),
         "per-tier TP": lambda: split(setting.hardware, setting.gpus, setting.arrivals, setting.config),
         "+ admission and limits": lambda: _best_static(setting, admission=True),
@@ -150,10 +150,12 @@ def ablation(setting: Setting, say: Say) -> Found:
 
 
 def roles(setting: Setting, say: Say) -> Found:
-    """The best fixed roles, the best mixed engines, both with stock's routing, and ours that follows."""
+    """The best fixed roles and the best mixed engines, with stock's routing and with ours, and ours that follows."""
     systems: dict[str, Callable[[], Run]] = {
-        "stock, fixed roles, the best ones": lambda: _best_roles(setting),
+        "stock, fixed roles, the best ones": lambda: _best_roles(setting, admission=False),
         "stock, mixed, best TP": lambda: _best_static(setting, admission=False),
+        "ours, fixed roles, the best ones": lambda: _best_roles(setting, admission=True),
+        "ours, mixed, best TP": lambda: _best_static(setting, admission=True),
         "ours, auto": lambda: _auto(setting),
     }
     return _series(setting, systems, say)

@@ -132,10 +132,9 @@ def _run(
         routing = LeastLoad(system.hardware, node.place)
     node.use(routing)
     if system.layout.roles:
-        if system.admission or system.interval_s is not None:
-            raise ValueError(
-                f"layout {system.layout}: roles are simulated with stock's routing and a layout that stays"
-            )
+        if system.interval_s is not None:
+            raise ValueError(f"layout {system.layout}: roles are simulated with a layout that stays")
+        routing.use_roles({engine.name: role for engine, role in system.layout.role_of.items()})
         node.handovers = FixedRoles(node, system.hardware, system.layout)
     control = Control(node, system.hardware, system.gpus, config, system.layout, system.interval_s, system.price)
     node.finished.append(lambda request: ended(node, request))
