@@ -63,7 +63,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         start_method: how this process was started, and so how it starts others.
 
     Raises:
-        SettingsError, LayoutError: with the reason and a way out. A bad stock flag exits as stock does.
+        SettingsError, LayoutError, StockSettingsError: with the reason and a way out.
     """
     from sglang_adapt.upstream import front as upstream
     from sglang_adapt.upstream.entry_points import has_cuda
@@ -80,6 +80,8 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         rest = ["--model-path", str(demo_model_path()), "--served-model-name", DEMO_NAME, *rest]
     first = upstream.parse_server_args(rest)
     _refuse_unsupported(first)
+    asked_page_size = upstream.asked_page_size(rest)
+    _refuse_impossible(first, asked_page_size)
     gpus = _gpus(ours.adapt_virtual_gpus, virtual, first, upstream.gpu_count())
     heads, kv_heads = upstream.model_heads(first)
     tp_sizes = (
@@ -122,8 +124,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         if fault is not None:
             raise SettingsError(fault)
         shape = _kv_shape(finest)
-        asked = upstream.asked_page_size(rest)
-        page_size = asked or (VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS)
+        page_size = asked_page_size or (VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS)
         # A pool that cannot be, of whatever size, is refused before it is planned.
         context = upstream.context_tokens(finest)
         pool = _pool(shape, tp_sizes, page_size, finest.max_total_tokens, context)
@@ -322,6 +323,17 @@ def _refuse_other_orders(args: Any) -> None:
             raise SettingsError(
                 f"{flag} cannot be used with --adapt-slo-config, by which tiers decide that; leave one off"
             )
+
+
+def _refuse_impossible(args: Any, page_size: int | None) -> None:
+    """Refuse sizes that stock takes, and that end an engine, mean the default, or make no plan."""
+    counts = (("--page-size", page_size), ("--max-running-requests", args.max_running_requests))
+    for flag, count in counts:
+        if count is not None and count < 1:
+            raise SettingsError(f"{flag} {count}: give 1 or more, or leave it out")
+    share = args.mem_fraction_static
+    if share is not None and not 0 < share <= 1:
+        raise SettingsError(f"--mem-fraction-static {share}: give a share of the memory, above 0 and at most 1")
 
 
 def _refuse_unsupported(args: Any) -> None:

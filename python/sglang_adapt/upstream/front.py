@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.core.profile import ProfileKey
 from sglang_adapt.kv.sizing import KvShape
+from sglang_adapt.upstream.command_line import refusals_told
 from sglang_adapt.upstream.containment import FRONT_CONTAINMENT
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
@@ -128,10 +129,15 @@ FRONT_PATCHES: tuple[type[Patch], ...] = (
 
 
 def parse_server_args(argv: list[str]) -> Any:
-    """Stock ServerArgs from a stock command line; exits with stock's message on a bad one."""
+    """Stock ServerArgs from a stock command line.
+
+    Raises:
+        StockSettingsError: stock does not take it.
+    """
     from sglang.srt.server_args import prepare_server_args
 
-    return prepare_server_args(argv)
+    with refusals_told(argv):
+        return prepare_server_args(argv)
 
 
 def stock_parser(prog: str, description: str) -> argparse.ArgumentParser:
