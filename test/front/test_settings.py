@@ -151,8 +151,16 @@ def test_what_cannot_be_served_is_refused_with_a_way_out(argv: list[str], text: 
 
 
 def test_a_fault_of_a_program_is_no_refusal() -> None:
-    with pytest.raises(KeyError), refusals_told([]):
+    with pytest.raises(KeyError), refusals_told("--model-path", None):
         raise KeyError("x")
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_under_its_flag() -> None:
+    from transformers import AutoTokenizer
+
+    with pytest.raises(StockSettingsError) as caught, refusals_told("--tokenizer-path", "/no/tokenizer"):
+        AutoTokenizer.from_pretrained("/no/tokenizer")
+    assert str(caught.value).startswith("--tokenizer-path /no/tokenizer: there is no such folder; give a folder")
 
 
 def test_our_flags_are_read_before_sglang_is_loaded() -> None:

@@ -162,6 +162,9 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_START_FAILED)
+    except StockSettingsError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USAGE)
     finally:
         held.close()
 

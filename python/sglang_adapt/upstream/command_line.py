@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
 
 _TEXT_CHARACTERS = 600
 _MODEL_LIBRARIES = {"transformers", "huggingface_hub"}
@@ -20,26 +23,46 @@ class StockSettingsError(ValueError):
 
 
 @contextmanager
-def refusals_told(argv: Sequence[str]) -> Iterator[None]:
-    """Within it, what stock's parser and its checks of settings refuse is raised as `StockSettingsError`.
-
-    The parser would print four hundred lines of usage and exit. The checks raise what they or libraries that read the
-    model come upon; what is none of these kinds is a fault of a program and stays what it is.
-
-    Args:
-        argv: the command line that is parsed.
-    """
+def parser_told() -> Iterator[None]:
+    """Within it, stock's parser raises `StockSettingsError` instead of printing four hundred lines of usage to exit."""
     parser: Any = argparse.ArgumentParser
     original = parser.error
     parser.error = _refuse
     try:
         yield
+    finally:
+        parser.error = original
+
+
+@contextmanager
+def refusals_told(flag: str, model: str | None) -> Iterator[None]:
+    """Within it, what stock refuses of settings or of a model is raised as `StockSettingsError`.
+
+    Stock raises what it or the libraries that read the model come upon. What is none of these kinds is a fault of a
+    program and stays what it is.
+
+    Args:
+        flag: that says which model.
+        model: its value, a folder or a name; None if it is not known.
+    """
+    try:
+        yield
     except StockSettingsError:
         raise
     except (ValueError, OSError, AssertionError, ImportError, RuntimeError) as error:
-        raise StockSettingsError(_told(error, _model(argv))) from error
-    finally:
-        parser.error = original
+        logger.debug("where stock refuses:", exc_info=error)
+        raise StockSettingsError(_told(error, flag, model)) from error
+
+
+def named_model(argv: Sequence[str]) -> str | None:
+    """The model that a command line names, the last one as stock takes it; None where only its config file does."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--model-path", "--model", dest="model")
+    try:
+        named: str | None = parser.parse_known_args(list(argv))[0].model
+    except argparse.ArgumentError:
+        return None
+    return named
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -54,13 +77,13 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise StockSettingsError(f"{word} is not a flag{meant}")
 
 
-def _told(error: Exception, model: str | None) -> str:
+def _told(error: Exception, flag: str, model: str | None) -> str:
     said = " ".join(str(error).split())[:_TEXT_CHARACTERS] or type(error).__name__
     if model is None or _MODEL_LIBRARIES.isdisjoint(_packages(error.__traceback__)):
         return f"stock sglang does not take these settings ({type(error).__name__}): {said}"
     if model.startswith(("/", ".")) and not Path(model).exists():
         said = "there is no such folder"
-    return f"--model-path {model}: {said.removesuffix('.')}; give a folder with a model, or its name on Hugging Face"
+    return f"{flag} {model}: {said.removesuffix('.')}; give a folder with a model, or its name on Hugging Face"
 
 
 def _packages(traceback: TracebackType | None) -> Iterator[str]:
@@ -68,14 +91,3 @@ def _packages(traceback: TracebackType | None) -> Iterator[str]:
     while traceback is not None:
         yield str(traceback.tb_frame.f_globals.get("__name__", "")).split(".")[0]
         traceback = traceback.tb_next
-
-
-def _model(argv: Sequence[str]) -> str | None:
-    """The model that a command line names, the last one as stock takes it; None where only its config file does."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--model-path", "--model", dest="model")
-    try:
-        named: str | None = parser.parse_known_args(list(argv))[0].model
-    except argparse.ArgumentError:
-        return None
-    return named
