@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,16 @@ def test_stopped_while_sglang_is_being_loaded(sig: signal.Signals) -> None:
         assert server.returncode == 0
         assert "Traceback" not in text
         assert not list(Path(folder).iterdir())
+
+
+def test_a_taken_port_is_told_before_sglang_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = subprocess.run([*COMMAND, "--port", port], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"error: 127.0.0.1:{port} cannot be listened on (Address already in use); give another --port\n"
+    )
 
 
 def test_what_stock_refuses_is_one_line_and_leaves_nothing() -> None:

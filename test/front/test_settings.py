@@ -10,6 +10,7 @@ import pytest
 
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.demo import demo_model_path
+from sglang_adapt.front.address import STOCK_HOST, STOCK_PORT
 from sglang_adapt.front.flags import SettingsError, split_argv
 from sglang_adapt.front.settings import Settings, check_allocator, make_settings
 from sglang_adapt.upstream.command_line import StockSettingsError, refusals_told
@@ -33,6 +34,7 @@ def test_defaults_serve_the_demo_model_on_two_virtual_gpus() -> None:
         assert args.sleep_on_idle
         assert args.dtype == "float32"
         assert args.page_size == 8 * tp
+        assert (args.host, args.port) == (STOCK_HOST, STOCK_PORT)
     assert made.server_args[1].random_seed == made.server_args[2].random_seed
     assert made.pool is not None
     assert made.pool.geometry.blocks == 1 + 32768 // 8 + made.pool.standby_blocks

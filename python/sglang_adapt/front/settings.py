@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_adapt.core.config import WARMUP, AdaptConfig, AdaptPolicy
-from sglang_adapt.core.digits import whole
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError
 from sglang_adapt.front.flags import (
@@ -18,6 +17,7 @@ from sglang_adapt.front.flags import (
     VIRTUAL_PAGE_TOKENS,
     SettingsError,
     split_argv,
+    tp_sizes_named,
 )
 from sglang_adapt.front.memory import Deployment, plan_for, plans_for_fewer, read_all_overheads
 from sglang_adapt.front.tiers import TiersError, make_tier_settings
@@ -87,7 +87,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     tp_sizes = (
         default_tp_sizes(gpus, heads, kv_heads)
         if ours.adapt_tp_sizes is None
-        else check_tp_sizes(_numbers(ours.adapt_tp_sizes), gpus, heads, kv_heads)
+        else check_tp_sizes(tp_sizes_named(ours.adapt_tp_sizes), gpus, heads, kv_heads)
     )
     layout = _layout(ours.adapt_layout, first.tp_size, tp_sizes, gpus)
     if layout.roles and len(tp_sizes) < 2:
@@ -291,13 +291,6 @@ def _gpus(asked: int | None, virtual: bool, server_args: Any, devices: int) -> i
             raise SettingsError(f"--base-gpu-id {server_args.base_gpu_id}: there are {devices} GPUs")
         return usable
     return VIRTUAL_GPUS_DEFAULT if asked is None else asked
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [whole(part) for part in text.split(",")]
-    except ValueError:
-        raise SettingsError(f"--adapt-tp-sizes {text!r}: write TP sizes separated by commas, e.g. 1,2") from None
 
 
 def _layout(text: str | None, tp_size: int, tp_sizes: tuple[int, ...], gpus: int) -> Any:

@@ -300,11 +300,11 @@ def serve(
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
 
-    path = server_args.tokenizer_path
-    flag = "--model-path" if path == server_args.model_path else "--tokenizer-path"
+    tokenizer = server_args.tokenizer_path
+    flag = "--model-path" if tokenizer == server_args.model_path else "--tokenizer-path"
 
     def start_tokenizer(*args: Any) -> Any:
-        with refusals_told(flag, path):
+        with refusals_told(flag, tokenizer):
             return init_tokenizer_manager(*args)
 
     http_server.app.add_middleware(middleware, **middleware_args)
