@@ -129,5 +129,23 @@ def test_each_error_code_is_explained_and_no_other() -> None:
         assert terms or re.search(rf'{status},\s*(\{{\s*"code": )?"{code}"', sources), (status, code)
 
 
+METRIC = re.compile(r"`(?:sglang_adapt)?:?([a-z][a-z_]*_(?:total|seconds|ratio))(?:\{([\w,]*)\})?`")
+"""In the text of a document, with the labels if they are named."""
+
+
+def test_metrics_that_are_named_are_in_their_table() -> None:
+    """A server is asked for the table's own (test_metrics_shown.py)."""
+    table = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| \w+ \| ([\w, ]*) ?\|", table, re.M)
+    labels = {name: set(said.replace(",", " ").split()) for name, said in rows}
+    named = [(document.name, *found) for document in DOCUMENTS for found in METRIC.findall(document.read_text())]
+    assert len(named) > 30
+    for document, name, said in named:
+        # Of the log, which stays as it was written.
+        if document != "log.md":
+            assert name in labels, (document, name)
+            assert set(filter(None, said.split(","))) <= labels[name], (document, name, said)
+
+
 def test_the_list_of_results_is_that_of_the_files() -> None:
     assert results_list.listed() in results_list.PAGE.read_text(), "run scripts/results_list.py"
