@@ -128,6 +128,7 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--enable-metric=1"], "--enable-metrics"),
         (["--max-total-token", "1000", "--ports", "1"], "--ports is not a flag; did you mean --port"),
         (["tp2@0-1"], "'tp2@0-1' belongs to no flag"),
+        (["--log-level", "loud"], "--log-level loud: give debug, info"),
         (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8' (choose from 'auto', "),
         (["--model-path", "/no/model"], "--model-path /no/model: there is no such folder; give a folder with a model"),
         (
@@ -155,6 +156,8 @@ def test_what_cannot_be_served_is_refused_with_a_way_out(argv: list[str], text: 
 def test_a_fault_of_a_program_is_no_refusal() -> None:
     with pytest.raises(KeyError), refusals_told("--model-path", None):
         raise KeyError("x")
+    with pytest.raises(AttributeError), refusals_told("--model-path", None):
+        _ = object().x  # type: ignore[attr-defined]
 
 
 def test_a_tokenizer_that_is_not_there_is_refused_under_its_flag() -> None:

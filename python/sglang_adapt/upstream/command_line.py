@@ -49,6 +49,12 @@ def refusals_told(flag: str, model: str | None) -> Iterator[None]:
         yield
     except StockSettingsError:
         raise
+    except AttributeError as error:
+        # Stock looks a level up among the names of this module.
+        if error.obj is not logging:
+            raise
+        level = str(error.name).lower()
+        raise StockSettingsError(f"--log-level {level}: give debug, info, warning, error or critical") from error
     except (ValueError, OSError, AssertionError, ImportError, RuntimeError) as error:
         logger.debug("where stock refuses:", exc_info=error)
         raise StockSettingsError(_told(error, flag, model)) from error
