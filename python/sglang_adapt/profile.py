@@ -38,7 +38,7 @@ from sglang_adapt.core.profile import (
     read_profile,
     write_profile,
 )
-from sglang_adapt.core.urls import server_url
+from sglang_adapt.core.urls import KEEP_ALIVE_S, server_url
 
 _PREFILL = (16, 64, 256, 1024, 4096, 8192, 16384)
 _PREFIX = (0, 1024, 8192)
@@ -269,7 +269,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), timeout=timeout, headers=headers
     ) as session:
         server = _Server(session, url.rstrip("/"), seed)
         said, info = await server.get("/adapt/slo"), await server.get("/server_info")

@@ -1,8 +1,12 @@
-"""Where a server is, as people write it."""
+"""Where a server is, as people write it, and how long it can be connected to without a word."""
 
 from __future__ import annotations
 
 import argparse
+
+KEEP_ALIVE_S = 2.0
+"""How long our clients keep an idle connection. Stock's server closes one after 5 s, also as the next request is on its
+way, which then ends with `Server disconnected`."""
 
 
 def server_url(text: str) -> str:
