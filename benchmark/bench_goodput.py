@@ -27,6 +27,7 @@ import aiohttp
 
 from load import Request, read_trace
 from server import environment, write_json
+from sglang_adapt.core.urls import KEEP_ALIVE_S
 from sglang_adapt.simulate.outcome import aligned
 
 _TIMEOUT_S = 600
@@ -109,7 +110,9 @@ async def replay(
     rng = random.Random(f"{seed} {prompts_of}")
     prompts = [[rng.randrange(10, vocab) for _ in range(request.input_tokens)] for request in requests]
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), timeout=timeout
+    ) as session:
         start = time.perf_counter()
 
         async def one(request: Request, tier: TierLoad, prompt: list[int]) -> Seen:

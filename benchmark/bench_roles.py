@@ -34,6 +34,7 @@ import aiohttp
 
 from layouts import Layouts, sizes_of
 from server import Server, environment, write_json
+from sglang_adapt.core.urls import KEEP_ALIVE_S
 from streams import Streams
 
 FAILURES = (RuntimeError, OSError, TimeoutError, aiohttp.ClientError, ValueError, KeyError)
@@ -121,7 +122,7 @@ class Bench:
         self._rng = random.Random(7)
 
     async def run(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
             self._session = session
             layouts = Layouts(session, self._url)

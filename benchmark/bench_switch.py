@@ -37,6 +37,7 @@ import aiohttp
 
 from layouts import Layouts, Switched, sizes_of
 from server import Server, environment, write_json
+from sglang_adapt.core.urls import KEEP_ALIVE_S
 from streams import Streams
 
 FAILURES = (RuntimeError, OSError, TimeoutError, aiohttp.ClientError, ValueError, KeyError)
@@ -148,7 +149,7 @@ class Bench:
             self._note("ours", error)
 
     async def _with_server(self, server: Server) -> None:
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
             self._session, self._url = session, server.url
             self._layouts = Layouts(session, server.url, self._o.cell_s)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import aiohttp
 
+from sglang_adapt.core.urls import KEEP_ALIVE_S
+
 
 @dataclass(frozen=True)
 class Request:
@@ -70,7 +72,7 @@ async def run_load(
     """
     rng = random.Random(seed)
     prompts = [[rng.randrange(10, vocab) for _ in range(request.input_tokens)] for request in requests]
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -70,3 +71,19 @@ def test_a_strategy_is_sent_only_if_it_is_given(url: str) -> None:
 def test_a_wrong_key_is_told_with_the_way_out(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(["--url", url, "--api-key", "other", "layout"]) == 1
     assert capsys.readouterr().err == "refused (401): Unauthorized; give the server's key as --api-key\n"
+
+
+def test_no_server_is_told_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    # A port that is bound and not listened on refuses, and nobody else can get it meanwhile.
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        assert ctl.main(["--url", f"http://127.0.0.1:{held.getsockname()[1]}", "layout"]) == 2
+    said = capsys.readouterr().err
+    assert "Connection refused; is it up" in said and "urlopen" not in said
+
+
+def test_an_address_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ctl.main(["--url", "127.0.0.1:30000", "layout"])
+    assert ended.value.code == 2
+    assert "--url: '127.0.0.1:30000' does not begin with http://" in capsys.readouterr().err

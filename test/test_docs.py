@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_adapt import ctl
+from sglang_adapt.core.slo_file import parse_slo_config
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python" / "sglang_adapt"
@@ -127,6 +128,43 @@ def test_each_error_code_is_explained_and_no_other() -> None:
     for status, code in told:
         terms = status == "400" and re.search(rf'TermsError\(\s*"{code}"', sources)
         assert terms or re.search(rf'{status},\s*(\{{\s*"code": )?"{code}"', sources), (status, code)
+
+
+def test_files_that_are_named_are_there() -> None:
+    """By their path from wherever the text is about."""
+    folders = ("python", "test", "docs", "docker", "benchmark", "scripts", "sgl-kernel-ext")
+    files = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    named = set()
+    for document in DOCUMENTS:
+        # The log stays as it was written.
+        if document.name != "log.md":
+            named |= {(document.name, name) for name in re.findall(r"`([\w./-]+\.py)`", document.read_text())}
+    assert len(named) > 60
+    gone = {(document, name) for document, name in named if not any(file.endswith(f"/{name}") for file in files)}
+    assert gone == set()
+
+
+def test_the_file_of_tiers_in_the_documents_is_read() -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "tiers.md").read_text(), re.S | re.M)
+    assert [tier.name for tier in parse_slo_config(text, "tiers.md").tiers] == ["strict", "loose", "nightly"]
+
+
+METRIC = re.compile(r"`(?:sglang_adapt)?:?([a-z][a-z_]*_(?:total|seconds|ratio))(?:\{([\w,]*)\})?`")
+"""In the text of a document, with the labels if they are named."""
+
+
+def test_metrics_that_are_named_are_in_their_table() -> None:
+    """A server is asked for the table's own (test_metrics_shown.py)."""
+    table = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| \w+ \| ([\w, ]*) ?\|", table, re.M)
+    labels = {name: set(said.replace(",", " ").split()) for name, said in rows}
+    named = [(document.name, *found) for document in DOCUMENTS for found in METRIC.findall(document.read_text())]
+    assert len(named) > 30
+    for document, name, said in named:
+        # Of the log, which stays as it was written.
+        if document != "log.md":
+            assert name in labels, (document, name)
+            assert set(filter(None, said.split(","))) <= labels[name], (document, name, said)
 
 
 def test_the_list_of_results_is_that_of_the_files() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,11 +31,42 @@ def test_stopped_while_sglang_is_being_loaded(sig: signal.Signals) -> None:
                 assert server.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
+            # If the server is killed now, the next start finds all that it leaves.
+            assert {path.name.split("-")[0] for path in Path(folder).iterdir()} == {"sglang_adapt"}
             os.killpg(server.pid, sig)
             _, text = server.communicate(timeout=30)
         assert server.returncode == 0
         assert "Traceback" not in text
         assert not list(Path(folder).iterdir())
+
+
+def test_a_taken_port_is_told_before_sglang_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = subprocess.run([*COMMAND, "--port", port], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"error: 127.0.0.1:{port} cannot be listened on (Address already in use); give another --port\n"
+    )
+
+
+def test_what_stock_refuses_is_one_line_and_leaves_nothing() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*COMMAND, "--no-such-flag"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "TMPDIR": folder},
+        )
+        left = {path.name for path in Path(folder).iterdir()}
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: --no-such-flag is not a flag")
+    assert "usage:" not in done.stderr and "Traceback" not in done.stderr
+    # Caches of libraries, under the user's name, which the next start uses again.
+    user = getpass.getuser()
+    assert left <= {f"torchinductor_{user}", user}, left
 
 
 def is_importing(pid: int) -> bool:

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
+from sglang_adapt.core.urls import server_url
 from sglang_adapt.policy.carry import Strategy
 
 _GET_TIMEOUT_S = 60.0
@@ -19,7 +20,9 @@ _SWITCH_TIMEOUT_S = 600.0
 def make_parser() -> argparse.ArgumentParser:
     """Its command line."""
     parser = argparse.ArgumentParser(prog="python -m sglang_adapt.ctl", description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--url", type=server_url, default="http://127.0.0.1:30000", help="the server (default: %(default)s)"
+    )
     parser.add_argument("--api-key", help="the server's admin key, if it has one")
     commands = parser.add_subparsers(dest="command", required=True)
     layout = commands.add_parser("layout", help="print the layout that serves; with LAYOUT, go over to it first")
@@ -37,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if it was done, 1 if the server refused, 2 if there is none."""
     options = make_parser().parse_args(argv)
-    url = f"{options.url.rstrip('/')}/adapt/layout"
+    url = f"{options.url}/adapt/layout"
     body = None
     if options.layout is not None:
         order = {"layout": options.layout, "reason": "asked for by ctl"}
@@ -55,7 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"refused ({error.code}): {_message(error.read())}{way_out}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"no answer from {url}: {error}", file=sys.stderr)
+        # urllib wraps what the system says.
+        why = getattr(error, "reason", error)
+        print(
+            f"no answer from {url}: {why}; is it up (it listens once all engines are warm), and --url its address?",
+            file=sys.stderr,
+        )
         return 2
     try:
         print(said, flush=True)

@@ -18,10 +18,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from sglang_adapt.core.process import adopt_orphans, end_descendants, make_run_dir
+from sglang_adapt.core.process import adopt_orphans, end_descendants, keep_sockets_in, make_run_dir
+from sglang_adapt.front.address import AddressError, hold_address, named_address
 from sglang_adapt.front.entry import run_front
 from sglang_adapt.front.flags import SettingsError, add_adapt_flags, split_argv
-from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
+from sglang_adapt.upstream.environment import LIBRARY_FOLDERS, STOCK_ENVIRONMENT
 
 EXIT_USAGE = 2
 _KILL_WAIT_S = 10.0
@@ -34,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_help()
         return 0
     try:
-        ours, _ = split_argv(arguments)
-    except SettingsError as error:
+        ours, rest = split_argv(arguments)
+        if (address := named_address(rest)) is not None:
+            hold_address(*address).close()
+    except (SettingsError, AddressError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     reloads = ours.adapt_slo_config is not None
@@ -59,6 +62,9 @@ def _run(argv: list[str], start_method: str, reloads: bool) -> int:
         return EXIT_USAGE
     try:
         os.environ.update(STOCK_ENVIRONMENT)
+        for variable, name in LIBRARY_FOLDERS.items():
+            os.environ.setdefault(variable, str(run_dir.path / name))
+        keep_sockets_in(run_dir.path)
         context: ForkServerContext | SpawnContext
         if start_method == "forkserver":
             context = multiprocessing.get_context("forkserver")

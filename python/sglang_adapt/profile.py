@@ -39,6 +39,7 @@ from sglang_adapt.core.profile import (
     read_profile,
     write_profile,
 )
+from sglang_adapt.core.urls import KEEP_ALIVE_S, server_url
 
 _PREFILL = (16, 64, 250, 700, 1500, 3000, 6000, 16000)
 """Few of them round: engines have graphs for round sizes, which few prompts meet."""
@@ -332,7 +333,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), timeout=timeout, headers=headers
     ) as session:
         server = _Server(session, url.rstrip("/"), seed)
         said, info = await server.get("/adapt/slo"), await server.get("/server_info")
@@ -383,7 +384,9 @@ async def _measure_size(
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if the profile was written, 1 if the server cannot be measured."""
     parser = argparse.ArgumentParser(prog="python -m sglang_adapt.profile", description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
+    parser.add_argument(
+        "--url", type=server_url, default="http://127.0.0.1:30000", help="the server (default: %(default)s)"
+    )
     parser.add_argument("--api-key", help="its admin key, if it has one")
     parser.add_argument("--output", type=Path, required=True, help="where the profile is written, as JSON")
     parser.add_argument(
@@ -394,6 +397,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.repeats < 1 or (options.longest is not None and options.longest < 4):
         parser.error("--repeats is at least 1 and --longest at least 4")
+    if not options.output.parent.is_dir():
+        # Not only once all is measured.
+        parser.error(f"--output {options.output}: there is no folder {options.output.parent}; make it first")
     try:
         profile = asyncio.run(
             measure(options.url, options.api_key, options.longest, options.repeats, options.seed, options.output)

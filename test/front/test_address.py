@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from sglang_adapt.core.ports import hold
-from sglang_adapt.front.address import AddressError, hold_address
+from sglang_adapt.front.address import STOCK_HOST, STOCK_PORT, AddressError, hold_address, named_address
 
 
 def test_a_taken_port() -> None:
@@ -63,3 +63,18 @@ def test_what_is_no_address_of_this_machine() -> None:
     # TEST-NET-1 (RFC 5737): nobody has it.
     with pytest.raises(AddressError, match="another --host"):
         hold_address("192.0.2.1", 41099)
+
+
+@pytest.mark.parametrize(
+    ("argv", "address"),
+    [
+        (["--model-path", "x"], (STOCK_HOST, STOCK_PORT)),
+        (["--port", "1", "--host=::", "--port=2"], ("::", 2)),
+        (["--port", "many"], None),
+        (["--por", "1"], None),
+        (["--config", "server.yaml", "--port", "1"], None),
+        (["--port"], None),
+    ],
+)
+def test_what_a_command_line_says_of_the_address(argv: list[str], address: tuple[str, int] | None) -> None:
+    assert named_address(argv) == address

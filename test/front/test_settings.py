@@ -10,8 +10,10 @@ import pytest
 
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.demo import demo_model_path
+from sglang_adapt.front.address import STOCK_HOST, STOCK_PORT
 from sglang_adapt.front.flags import SettingsError, split_argv
 from sglang_adapt.front.settings import Settings, check_allocator, make_settings
+from sglang_adapt.upstream.command_line import StockSettingsError, refusals_told
 from sglang_adapt.upstream.front import stock_parser
 from sglang_adapt.upstream.sequence.refusals import UnsliceableError, check_sliceable
 
@@ -32,6 +34,7 @@ def test_defaults_serve_the_demo_model_on_two_virtual_gpus() -> None:
         assert args.sleep_on_idle
         assert args.dtype == "float32"
         assert args.page_size == 8 * tp
+        assert (args.host, args.port) == (STOCK_HOST, STOCK_PORT)
     assert made.server_args[1].random_seed == made.server_args[2].random_seed
     assert made.pool is not None
     assert made.pool.geometry.blocks == 1 + 32768 // 8 + made.pool.standby_blocks
@@ -118,6 +121,25 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--api-key", "ключ"], "--api-key is no key that a header can carry"),
         (["--admin-api-key", "two\nlines"], "--admin-api-key is no key that a header can carry"),
         (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num cannot be used"),
+        (["--page-size", "0"], "--page-size 0: give 1 or more"),
+        (["--max-running-requests", "0"], "--max-running-requests 0: give 1 or more"),
+        (["--mem-fraction-static", "90"], "--mem-fraction-static 90.0: give a share of the memory"),
+        (["--qwxyz", "3"], "--qwxyz is not a flag; --help tells of all flags"),
+        (["--enable-metric=1"], "--enable-metrics"),
+        (["--max-total-token", "1000", "--ports", "1"], "--ports is not a flag; did you mean --port"),
+        (["tp2@0-1"], "'tp2@0-1' belongs to no flag"),
+        (["--log-level", "loud"], "--log-level loud: give debug, info"),
+        (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8' (choose from 'auto', "),
+        (["--model-path", "/no/model"], "--model-path /no/model: there is no such folder; give a folder with a model"),
+        (
+            ["--model", "/"],
+            "--model-path /: Unrecognized model in /. Should have a `model_type` key in its config.json;",
+        ),
+        (
+            ["--config", "/no/config.yaml"],
+            "stock sglang does not take these settings (ValueError): Config file not found: /no/config.yaml",
+        ),
+        (["--context-length", "100000000"], "stock sglang does not take these settings (ValueError): Warning: User-"),
         (
             ["--adapt-virtual-gpus", "2", "--adapt-tp-sizes", "1", "--adapt-layout", "tp1@0:prefill,tp1@1:decode"],
             "give more --adapt-tp-sizes than 1, or no roles",
@@ -125,9 +147,25 @@ def test_tp_size_chooses_the_layout() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_way_out(argv: list[str], text: str) -> None:
-    with pytest.raises((SettingsError, LayoutError)) as caught:
+    with pytest.raises((SettingsError, LayoutError, StockSettingsError)) as caught:
         settings(*argv)
     assert text in str(caught.value)
+    assert "\n" not in str(caught.value) or "\n" in "".join(argv)
+
+
+def test_a_fault_of_a_program_is_no_refusal() -> None:
+    with pytest.raises(KeyError), refusals_told("--model-path", None):
+        raise KeyError("x")
+    with pytest.raises(AttributeError), refusals_told("--model-path", None):
+        _ = object().x  # type: ignore[attr-defined]
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_under_its_flag() -> None:
+    from transformers import AutoTokenizer
+
+    with pytest.raises(StockSettingsError) as caught, refusals_told("--tokenizer-path", "/no/tokenizer"):
+        AutoTokenizer.from_pretrained("/no/tokenizer")
+    assert str(caught.value).startswith("--tokenizer-path /no/tokenizer: there is no such folder; give a folder")
 
 
 def test_our_flags_are_read_before_sglang_is_loaded() -> None:

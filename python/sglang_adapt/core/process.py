@@ -118,6 +118,15 @@ def _already_running() -> None:
     return None
 
 
+def keep_sockets_in(folder: Path) -> None:
+    """Let multiprocessing put its sockets, also the forkserver's, in this folder; children of this process do so too.
+
+    Its own folder is removed at a regular exit only, and nobody would find it after a kill.
+    """
+    process: Any = multiprocessing.current_process()
+    process._config["tempdir"] = str(folder)
+
+
 @dataclass(frozen=True)
 class RunDir:
     """A run's private folder (mode 0700). Its lock is held as long as this process lives, whatever becomes of it."""

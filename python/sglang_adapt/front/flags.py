@@ -156,6 +156,14 @@ def sp_threshold(text: str) -> str | int | None:
     return int(text)
 
 
+def tp_sizes_named(text: str) -> list[int]:
+    """The numbers of `--adapt-tp-sizes`, whatever they are. Raises SettingsError."""
+    try:
+        return [whole(part) for part in text.split(",")]
+    except ValueError:
+        raise SettingsError(f"--adapt-tp-sizes {text!r}: write TP sizes separated by commas, e.g. 1,2") from None
+
+
 def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest of the command line for stock's parser.
 
@@ -178,6 +186,8 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise SettingsError(f"--{name.replace('_', '-')} {value} is negative")
         if not math.isfinite(value):
             raise SettingsError(f"--{name.replace('_', '-')} {value} is not a number of seconds; give a finite one")
+    if ours.adapt_tp_sizes is not None:
+        tp_sizes_named(ours.adapt_tp_sizes)
     if ours.adapt_request_log is not None and ours.adapt_slo_config is None:
         raise SettingsError("--adapt-request-log tells how tiers fare; give --adapt-slo-config as well")
     if not 0.05 <= ours.adapt_interval <= 3600:

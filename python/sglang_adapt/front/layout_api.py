@@ -102,7 +102,10 @@ class LayoutApi:
     async def plan(self, query: bytes, client: str | None) -> Answer:
         rates = rates_of(query.decode("ascii", "replace"))
         if isinstance(rates, str):
-            return refuse(400, "bad_rates", f"{rates}; give ?rates=strict:5,loose:20, or ?rates=20 without tiers")
+            how = (
+                "give a rate to tiers of this server, as ?rates=interactive:5,standard:20, or ?rates=20 if it has none"
+            )
+            return refuse(400, "bad_rates", f"{rates}; {how}")
         return await _answered(self._link.plan(rates))
 
 

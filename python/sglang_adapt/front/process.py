@@ -71,6 +71,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
 
     from sglang_adapt.upstream import front as upstream
     from sglang_adapt.upstream.client_priority import ignore_priorities
+    from sglang_adapt.upstream.command_line import StockSettingsError
     from sglang_adapt.upstream.rank import prepare_process
     from sglang_adapt.upstream.shared_files import LoadSlots, use_load_slots
 
@@ -80,7 +81,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         settings = make_settings(argv, run_dir, start_method)
         http = settings.server_args[settings.config.tp_sizes[0]]
         held = hold_address(http.host, http.port)
-    except (SettingsError, LayoutError, AddressError) as error:
+    except (SettingsError, LayoutError, AddressError, StockSettingsError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USAGE)
     config = settings.config
@@ -161,6 +162,9 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(EXIT_START_FAILED)
+    except StockSettingsError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USAGE)
     finally:
         held.close()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_adapt.core.config import WARMUP, AdaptConfig, AdaptPolicy
-from sglang_adapt.core.digits import whole
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError
 from sglang_adapt.front.flags import (
@@ -18,6 +17,7 @@ from sglang_adapt.front.flags import (
     VIRTUAL_PAGE_TOKENS,
     SettingsError,
     split_argv,
+    tp_sizes_named,
 )
 from sglang_adapt.front.memory import Deployment, plan_for, plans_for_fewer, read_all_overheads
 from sglang_adapt.front.tiers import TiersError, make_tier_settings
@@ -63,7 +63,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         start_method: how this process was started, and so how it starts others.
 
     Raises:
-        SettingsError, LayoutError: with the reason and a way out. A bad stock flag exits as stock does.
+        SettingsError, LayoutError, StockSettingsError: with the reason and a way out.
     """
     from sglang_adapt.upstream import front as upstream
     from sglang_adapt.upstream.entry_points import has_cuda
@@ -80,12 +80,14 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         rest = ["--model-path", str(demo_model_path()), "--served-model-name", DEMO_NAME, *rest]
     first = upstream.parse_server_args(rest)
     _refuse_unsupported(first)
+    asked_page_size = upstream.asked_page_size(rest)
+    _refuse_impossible(first, asked_page_size)
     gpus = _gpus(ours.adapt_virtual_gpus, virtual, first, upstream.gpu_count())
     heads, kv_heads = upstream.model_heads(first)
     tp_sizes = (
         default_tp_sizes(gpus, heads, kv_heads)
         if ours.adapt_tp_sizes is None
-        else check_tp_sizes(_numbers(ours.adapt_tp_sizes), gpus, heads, kv_heads)
+        else check_tp_sizes(tp_sizes_named(ours.adapt_tp_sizes), gpus, heads, kv_heads)
     )
     layout = _layout(ours.adapt_layout, first.tp_size, tp_sizes, gpus)
     if layout.roles and len(tp_sizes) < 2:
@@ -122,8 +124,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         if fault is not None:
             raise SettingsError(fault)
         shape = _kv_shape(finest)
-        asked = upstream.asked_page_size(rest)
-        page_size = asked or (VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS)
+        page_size = asked_page_size or (VIRTUAL_PAGE_TOKENS if virtual else DEFAULT_PAGE_TOKENS)
         # A pool that cannot be, of whatever size, is refused before it is planned.
         context = upstream.context_tokens(finest)
         pool = _pool(shape, tp_sizes, page_size, finest.max_total_tokens, context)
@@ -292,13 +293,6 @@ def _gpus(asked: int | None, virtual: bool, server_args: Any, devices: int) -> i
     return VIRTUAL_GPUS_DEFAULT if asked is None else asked
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [whole(part) for part in text.split(",")]
-    except ValueError:
-        raise SettingsError(f"--adapt-tp-sizes {text!r}: write TP sizes separated by commas, e.g. 1,2") from None
-
-
 def _layout(text: str | None, tp_size: int, tp_sizes: tuple[int, ...], gpus: int) -> Any:
     if text is not None:
         return parse_layout(text, tp_sizes, gpus)
@@ -322,6 +316,17 @@ def _refuse_other_orders(args: Any) -> None:
             raise SettingsError(
                 f"{flag} cannot be used with --adapt-slo-config, by which tiers decide that; leave one off"
             )
+
+
+def _refuse_impossible(args: Any, page_size: int | None) -> None:
+    """Refuse sizes that stock takes, and that end an engine, mean the default, or make no plan."""
+    counts = (("--page-size", page_size), ("--max-running-requests", args.max_running_requests))
+    for flag, count in counts:
+        if count is not None and count < 1:
+            raise SettingsError(f"{flag} {count}: give 1 or more, or leave it out")
+    share = args.mem_fraction_static
+    if share is not None and not 0 < share <= 1:
+        raise SettingsError(f"--mem-fraction-static {share}: give a share of the memory, above 0 and at most 1")
 
 
 def _refuse_unsupported(args: Any) -> None:

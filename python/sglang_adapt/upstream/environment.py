@@ -10,3 +10,7 @@ STOCK_ENVIRONMENT = {
     "SGLANG_USE_PICKLE_IPC": "0",
 }
 """Set in the first process, before anything is imported; every other process inherits them."""
+
+LIBRARY_FOLDERS = {"CUDA_TILE_TEMP_DIR": "cuda_tile"}
+"""Temporary folders that a library makes at its import, and removes at an exit as processes of the server have none: by
+variable, the name in the run's folder, with which it goes."""

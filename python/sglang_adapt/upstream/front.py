@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from sglang_adapt.core.process import die_with_parent
 from sglang_adapt.core.profile import ProfileKey
 from sglang_adapt.kv.sizing import KvShape
+from sglang_adapt.upstream.command_line import named_model, parser_told, refusals_told
 from sglang_adapt.upstream.containment import FRONT_CONTAINMENT
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
@@ -128,10 +129,15 @@ FRONT_PATCHES: tuple[type[Patch], ...] = (
 
 
 def parse_server_args(argv: list[str]) -> Any:
-    """Stock ServerArgs from a stock command line; exits with stock's message on a bad one."""
+    """Stock ServerArgs from a stock command line.
+
+    Raises:
+        StockSettingsError: stock does not take it.
+    """
     from sglang.srt.server_args import prepare_server_args
 
-    return prepare_server_args(argv)
+    with refusals_told("--model-path", named_model(argv)), parser_told():
+        return prepare_server_args(argv)
 
 
 def stock_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -287,8 +293,19 @@ def serve(
             once it has returned, and is stopped if it raises.
         admin_routes: further routes by method and path, behind stock's admin key.
         event_routes: routes of server-sent events by path, behind the same key.
+
+    Raises:
+        StockSettingsError: there is no such tokenizer or chat template, or it cannot be used.
     """
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+
+    tokenizer = server_args.tokenizer_path
+    flag = "--model-path" if tokenizer == server_args.model_path else "--tokenizer-path"
+
+    def start_tokenizer(*args: Any) -> Any:
+        with refusals_told(flag, tokenizer):
+            return init_tokenizer_manager(*args)
 
     http_server.app.add_middleware(middleware, **middleware_args)
     for path in dict.fromkeys(path for _, path in admin_routes):
@@ -309,6 +326,7 @@ def serve(
 
     http_server.launch_server(
         server_args,
+        init_tokenizer_manager_func=start_tokenizer,
         run_scheduler_process_func=launcher,
         run_detokenizer_process_func=run_detokenizer,
         execute_warmup_func=execute_warmup,
