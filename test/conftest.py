@@ -11,6 +11,9 @@ from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
 # As in the server's processes (upstream/preload.py): stock's messages are msgpack, and CUDA is left alone.
 os.environ.update(STOCK_ENVIRONMENT)
 
+# Models here are so small that threads of one product only wait for each other, most of all beside other processes.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs GPUs where there are none."""
