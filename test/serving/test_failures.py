@@ -81,9 +81,9 @@ def pair(start: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture
-def single(start: Callable[..., Server]) -> Iterator[Server]:
+def single(start_by_command: Callable[..., Server]) -> Iterator[Server]:
     """One engine; a new server for each test."""
-    server = start("single", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "20")
+    server = start_by_command("single", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "20")
     yield server
     server.stop()
 
@@ -176,8 +176,8 @@ def test_sigterm_drains(single: Server) -> None:
     assert leftovers() <= before
 
 
-def test_drain_timeout_ends_requests_with_an_error(start: Callable[..., Server]) -> None:
-    server = start("impatient", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "0.2")
+def test_drain_timeout_ends_requests_with_an_error(start_by_command: Callable[..., Server]) -> None:
+    server = start_by_command("impatient", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "0.2")
     results: list[httpx.Response] = []
     thread = in_background(server, LONG, results)
     until(lambda: any(e["in_flight"] for e in engines(server).values()), 10, "the request runs")
