@@ -30,6 +30,11 @@ class ForkedServer(Server):
         return _Forked(flags, log.name, env)
 
 
+def run_to_its_end(flags: list[str], log: Path, timeout_s: float) -> int:
+    """Run a server that ends by itself; returns its exit code. Its output goes to the log."""
+    return _Forked(flags, str(log), dict(os.environ)).wait(timeout_s)
+
+
 class _Forked:
     """A process as `subprocess.Popen` has it."""
 

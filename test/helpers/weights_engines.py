@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import traceback
@@ -21,12 +21,18 @@ import torch
 
 from sglang_adapt.weights import WeightsHandle
 
+PRELOADED = ["sglang_adapt.upstream.preload"]
 _LIMIT_S = 120
 
 
 def forkserver() -> ForkServerContext:
+    """Its processes are forked from one that has loaded sglang, the same one for all tests of this process."""
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._preload_modules != PRELOADED:
+        # One that other tests have used has loaded nothing.
+        server._stop()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sglang_adapt.upstream.preload"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
