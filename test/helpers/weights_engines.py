@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing.forkserver
 import os
 import random
+import runpy
+import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -270,6 +273,19 @@ def in_child(context: ForkServerContext, function: Callable[..., Any], *args: An
     if not is_result:
         raise RuntimeError(value)
     return value
+
+
+def said_by(module: str, *arguments: str) -> tuple[int, str]:
+    """In a process that has loaded sglang: exit code and output of `python -m module arguments`."""
+    output = io.StringIO()
+    sys.argv = [module, *arguments]
+    with redirect_stdout(output):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return code, output.getvalue()
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:

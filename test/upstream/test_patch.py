@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.plugins import hook_registry
-from weights_engines import forkserver, in_child
+from weights_engines import forkserver, in_child, said_by
 
 from sglang_adapt.upstream import version
 from sglang_adapt.upstream.patch import Patch, PatchError, PatchSet
@@ -120,17 +120,13 @@ def test_a_patch_must_say_why(module: types.ModuleType) -> None:
         PatchSet().apply(silent)
 
 
+@pytest.mark.engine
 def test_all_our_patches_fit_the_installed_sglang() -> None:
     """In a process of its own, because patches cannot be taken back."""
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang_adapt.check"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, text = in_child(forkserver(), said_by, "sglang_adapt.check")
+    assert code == 0, text
     for name in ("RouterInsteadOfSchedulers", "OneOutputSocket", "UnlinkMessageQueue"):
-        assert name in done.stdout
+        assert name in text
 
 
 def test_version_gate(monkeypatch: pytest.MonkeyPatch) -> None:
