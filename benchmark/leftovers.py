@@ -33,7 +33,7 @@ def end(server: Server, shared_before: set[str], timeout_s: float = 60.0) -> lis
     Returns:
         One line for each thing; empty if nothing is left.
     """
-    folders = _folders(server.pid)
+    folders = folders_of(server.pid)
     os.kill(server.pid, signal.SIGTERM)
     left = []
     try:
@@ -49,7 +49,7 @@ def end(server: Server, shared_before: set[str], timeout_s: float = 60.0) -> lis
     left += [f"folder {folder}" for folder in folders if folder.exists()]
     new = shared_memory() - shared_before
     if new:
-        held = _held_shared_memory()
+        held = _held_shared_memory([int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()])
         left += [f"/dev/shm/{name}" for name in sorted(new) if name not in held]
     return left
 
@@ -79,7 +79,7 @@ def _command(pid: int) -> str:
         return "ended just now"
 
 
-def _folders(leader: int) -> set[Path]:
+def folders_of(leader: int) -> set[Path]:
     """Folders of the server: those of its own name, among temporary files, in which its processes have files open.
 
     Raises:
@@ -104,15 +104,18 @@ def _open_files(pid: int) -> set[Path]:
     return found
 
 
-def _held_shared_memory() -> set[str]:
-    """Names in /dev/shm that some living process has open or mapped."""
+def shared_memory_of(leader: int) -> set[Path]:
+    """Files in /dev/shm that processes of a session have open or mapped."""
+    return {_SHARED_MEMORY / name for name in _held_shared_memory(_session(leader))}
+
+
+def _held_shared_memory(pids: list[int]) -> set[str]:
+    """Names in /dev/shm that one of these processes has open or mapped."""
     held = set()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        paths = _open_files(int(entry.name))
+    for pid in pids:
+        paths = _open_files(pid)
         try:
-            maps = (entry / "maps").read_text()
+            maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             maps = ""
         paths |= {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/dev/shm/" in line}

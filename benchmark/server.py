@@ -18,6 +18,20 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import IO, Protocol
+
+
+class Launched(Protocol):
+    """The first process of a server, as `subprocess.Popen` has it; it leads a session of its own."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def send_signal(self, signal: int, /) -> None: ...
 
 
 @dataclass
@@ -43,16 +57,14 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | self.environment
-        command = [sys.executable, "-m", self.module, *self.flags, "--host", "127.0.0.1", "--port", str(self.port)]
+        flags = [*self.flags, "--host", "127.0.0.1", "--port", str(self.port)]
         # A benchmark that is told to end must not leave its server behind.
         signal.signal(signal.SIGTERM, exit_on_sigterm)
         started = time.perf_counter()
         with self.log.open("w") as log:
-            log.write(shlex.join(command) + "\n")
+            log.write(shlex.join([sys.executable, "-m", self.module, *flags]) + "\n")
             log.flush()
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
-            )
+            self._process = self._launch(flags, log, env)
         try:
             self._wait(started)
         except BaseException:
@@ -61,6 +73,10 @@ class Server:
         self.start_s = time.perf_counter() - started
         print(f"{self.name}: serves after {self.start_s:.1f} s", flush=True)
         return self
+
+    def _launch(self, flags: list[str], log: IO[str], env: dict[str, str]) -> Launched:
+        command = [sys.executable, "-m", self.module, *flags]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
     def _wait(self, started: float) -> None:
         while not self._answers("/health_generate"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,9 @@ from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
 
 # As in the server's processes (upstream/preload.py): stock's messages are msgpack, and CUDA is left alone.
 os.environ.update(STOCK_ENVIRONMENT)
+
+# Models here are so small that threads of one product only wait for each other, most of all beside other processes.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,3 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.device_count() == 0:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs CUDA devices; last results in benchmark/results/"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2`: what shares servers or engines stays together."""
+    from two_processes import BySharing
+
+    return BySharing(config, log)

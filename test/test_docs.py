@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from weights_engines import forkserver, in_child, said_by
 
 from sglang_adapt import ctl
 from sglang_adapt.core.slo_file import parse_slo_config
@@ -43,11 +44,13 @@ ALL = [(document.name, command) for document in DOCUMENTS for command in command
 @cache
 def help_of(module: str) -> set[str]:
     """The flags that a module's --help tells of."""
-    command = [sys.executable, "-m", module, "--help"]
     if (ROOT / module).exists():
         command = [sys.executable, str(ROOT / module), "--help"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
-    return set(re.findall(r"--[a-z][\w-]+", run.stdout))
+        text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT).stdout
+    else:
+        code, text = in_child(forkserver(), said_by, module, "--help")
+        assert code == 0, text
+    return set(re.findall(r"--[a-z][\w-]+", text))
 
 
 @pytest.mark.parametrize(("document", "command"), ALL)

@@ -52,6 +52,13 @@ class FakeServer:
 
 
 @pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of /dev/shm, where other processes come and go."""
+    monkeypatch.setattr(leftovers, "_SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="sglang_adapt-"))
     yield path
@@ -60,31 +67,27 @@ def folder() -> Iterator[Path]:
         path.rmdir()
 
 
-def test_nothing_is_left_of_a_tidy_server(folder: Path) -> None:
+def test_nothing_is_left_of_a_tidy_server(folder: Path, shared_memory: Path) -> None:
     before = leftovers.shared_memory()
     assert leftovers.end(FakeServer(TIDY, str(folder)), before) == []  # type: ignore[arg-type]
 
 
-def test_everything_that_is_left_is_named(folder: Path) -> None:
+def test_everything_that_is_left_is_named(folder: Path, shared_memory: Path) -> None:
     before = leftovers.shared_memory()
-    shared = Path("/dev/shm") / f"left-by-{os.getpid()}"
+    shared = shared_memory / "left"
     server = FakeServer(UNTIDY, str(folder), str(shared))
     try:
         left = leftovers.end(server, before)  # type: ignore[arg-type]
     finally:
-        shared.unlink(missing_ok=True)
         os.kill(int(server.said), signal.SIGKILL)
     assert "exit code 3" in left
     assert f"process {server.said}: sleep 60 " in left
     assert f"folder {folder}" in left
-    assert str(shared) in left
+    assert "/dev/shm/left" in left
 
 
-def test_shared_memory_that_somebody_holds_is_not_left(folder: Path) -> None:
+def test_shared_memory_that_somebody_holds_is_not_left(folder: Path, shared_memory: Path) -> None:
     before = leftovers.shared_memory()
-    shared = Path("/dev/shm") / f"held-by-{os.getpid()}"
+    shared = shared_memory / "held"
     with shared.open("w"):
-        try:
-            assert leftovers.end(FakeServer(TIDY, str(folder)), before) == []  # type: ignore[arg-type]
-        finally:
-            shared.unlink()
+        assert leftovers.end(FakeServer(TIDY, str(folder)), before) == []  # type: ignore[arg-type]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
+import runpy
+import sys
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,12 +24,18 @@ import torch
 
 from sglang_adapt.weights import WeightsHandle
 
+PRELOADED = ["sglang_adapt.upstream.preload"]
 _LIMIT_S = 120
 
 
 def forkserver() -> ForkServerContext:
+    """Its processes are forked from one that has loaded sglang, the same one for all tests of this process."""
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._preload_modules != PRELOADED:
+        # One that other tests have used has loaded nothing.
+        server._stop()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sglang_adapt.upstream.preload"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -264,6 +273,19 @@ def in_child(context: ForkServerContext, function: Callable[..., Any], *args: An
     if not is_result:
         raise RuntimeError(value)
     return value
+
+
+def said_by(module: str, *arguments: str) -> tuple[int, str]:
+    """In a process that has loaded sglang: exit code and output of `python -m module arguments`."""
+    output = io.StringIO()
+    sys.argv = [module, *arguments]
+    with redirect_stdout(output):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return code, output.getvalue()
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forked_servers import ForkedServer
 
 from server import Server
 from sglang_adapt.demo import demo_model_path
@@ -32,6 +33,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
         yield servers.start
 
 
+@pytest.fixture(scope="module")
+def start_by_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """The same by `python -m sglang_adapt.launch_server`, which loads sglang first: for tests of a server's end."""
+    with _Servers(tmp_path_factory, Server) as servers:
+        yield servers.start
+
+
 @pytest.fixture(scope="session")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
     """A running server of ours, in the layout of the key; TP 1 and TP 2 are two layouts of one server."""
@@ -54,13 +62,13 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S
 class _Servers:
     """Servers of ours that end together."""
 
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
-        self._folders = folders
+    def __init__(self, folders: pytest.TempPathFactory, kind: type[Server] = ForkedServer) -> None:
+        self._folders, self._kind = folders, kind
         self._running: list[Server] = []
 
     def start(self, name: str, *flags: str) -> Server:
         log: Path = self._folders.mktemp("logs") / f"{name}.log"
-        server = Server(name, "sglang_adapt.launch_server", list(flags), log).__enter__()
+        server = self._kind(name, "sglang_adapt.launch_server", list(flags), log).__enter__()
         self._running.append(server)
         return server
 

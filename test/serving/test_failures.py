@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+import leftovers
 from server import Server
 
 pytestmark = pytest.mark.engine
@@ -64,14 +65,13 @@ def named(server: Server, title: str) -> int:
     return pid
 
 
-def leftovers() -> set[str]:
-    """What a server might leave: run folders, and shared memory of sglang."""
-    return {
-        str(path)
-        for folder in ("/tmp", "/dev/shm")
-        for pattern in ("sglang_adapt-*", "sgl_shm_*")
-        for path in Path(folder).glob(pattern)
-    }
+def files_of(server: Server) -> set[Path]:
+    """What a server that runs might leave: its run folder, and shared memory that its processes have open."""
+    return leftovers.folders_of(server.pid) | leftovers.shared_memory_of(server.pid)
+
+
+def left(files: set[Path]) -> list[Path]:
+    return [file for file in files if file.exists()]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,9 @@ def pair(start: Callable[..., Server]) -> Server:
 
 
 @pytest.fixture
-def single(start: Callable[..., Server]) -> Iterator[Server]:
+def single(start_by_command: Callable[..., Server]) -> Iterator[Server]:
     """One engine; a new server for each test."""
-    server = start("single", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "20")
+    server = start_by_command("single", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "20")
     yield server
     server.stop()
 
@@ -153,7 +153,7 @@ def test_no_engine_left(pair: Server) -> None:
 
 
 def test_sigterm_drains(single: Server) -> None:
-    before = leftovers()
+    files = files_of(single)
     body = {**LONG, "sampling_params": {**LONG["sampling_params"], "max_new_tokens": 600}}
     results: list[httpx.Response] = []
     thread = in_background(single, body, results)
@@ -173,11 +173,11 @@ def test_sigterm_drains(single: Server) -> None:
     assert results[0].json()["meta_info"]["completion_tokens"] == 600
     assert single.wait(30) == 0
     assert not [process for process in started if process.is_running()]
-    assert leftovers() <= before
+    assert left(files) == []
 
 
-def test_drain_timeout_ends_requests_with_an_error(start: Callable[..., Server]) -> None:
-    server = start("impatient", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "0.2")
+def test_drain_timeout_ends_requests_with_an_error(start_by_command: Callable[..., Server]) -> None:
+    server = start_by_command("impatient", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "0.2")
     results: list[httpx.Response] = []
     thread = in_background(server, LONG, results)
     until(lambda: any(e["in_flight"] for e in engines(server).values()), 10, "the request runs")
@@ -191,19 +191,19 @@ def test_drain_timeout_ends_requests_with_an_error(start: Callable[..., Server])
 
 @pytest.mark.parametrize("title", ["sglang_adapt::router", pytest.param("sglang::detokenizer", marks=pytest.mark.full)])
 def test_death_of_a_central_process_ends_the_server(single: Server, title: str) -> None:
-    before = leftovers()
+    files = files_of(single)
     started = session_of(single)
     os.kill(named(single, title), signal.SIGKILL)
     assert single.wait(20) != 0
     assert not [process for process in started if process.is_running()]
-    assert leftovers() <= before
+    assert left(files) == []
 
 
 def test_kill_the_first_process(single: Server) -> None:
-    before = leftovers()
+    shared = leftovers.shared_memory_of(single.pid)
     started = session_of(single)
     os.kill(single.pid, signal.SIGKILL)
     single.wait(5)
     until(lambda: not [p for p in started if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 5, "no orphan")
     # The run's folder stays until the next start; nobody is left to remove it.
-    assert {path for path in leftovers() - before if path.startswith("/dev/shm")} == set()
+    assert left(shared) == []

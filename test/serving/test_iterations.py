@@ -64,6 +64,12 @@ def ask(server: Server, prompt: list[int], tokens: int, tier: str) -> list[int]:
     return output
 
 
+def at_once(server: Server, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Outputs of requests that are asked together, in the background's tier."""
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: ask(server, prompt, tokens, "night"), prompts))
+
+
 class Stream:
     """A request whose tokens are counted as they come."""
 
@@ -101,7 +107,7 @@ def parts(log: Path, since: int) -> list[int]:
 
 def test_tokens_go_on_while_a_long_prompt_is_read(limited: Server) -> None:
     prompt, others = [7, 8, 9], [11, 12]
-    wanted = [ask(limited, start, STREAM, "night") for start in (prompt, others)] + [ask(limited, LONG, 4, "night")]
+    wanted = [*at_once(limited, [prompt, others], STREAM), ask(limited, LONG, 4, "night")]
     assert max(parts(limited.log, 0)) > MOST_PART
     httpx.post(f"{limited.url}/flush_cache", timeout=60)
     # More streams than one engine has places: none of several is idle, where a prompt would be read whole, rightly.
@@ -120,7 +126,7 @@ def test_tokens_go_on_while_a_long_prompt_is_read(limited: Server) -> None:
 def test_background_work_gives_way_and_goes_on(limited: Server) -> None:
     """All slots of all engines run background work; what was promised goes ahead, and nothing is lost."""
     prompts = [[20 + number, 30, 40] for number in range(2 * SLOTS)]
-    wanted = [ask(limited, prompt, 400, "night") for prompt in prompts]
+    wanted = at_once(limited, prompts, 400)
     short = ask(limited, [5, 6], 4, "night")
     streams = [Stream(limited, prompt, 400, "night") for prompt in prompts]
     for stream in streams[:SLOTS]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
+from forked_servers import run_to_its_end
 
 from server import Server
 from sglang_adapt.core.profile import read_profile
@@ -83,10 +82,9 @@ def _restarts(server: Server) -> list[int]:
     return [engine["restarts"] for engine in httpx.get(f"{server.url}/adapt/engines", timeout=10).json()["engines"]]
 
 
-def test_a_second_server_on_the_port_is_refused(metered: Server) -> None:
+def test_a_second_server_on_the_port_is_refused(metered: Server, tmp_path: Path) -> None:
     port = metered.url.rsplit(":", 1)[1]
-    command = [sys.executable, "-m", "sglang_adapt.launch_server", "--port", port]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert second.returncode == 2
-    assert f"error: 127.0.0.1:{port} cannot be listened on (Address already in use)" in second.stderr
+    log = tmp_path / "second.log"
+    assert run_to_its_end(["--port", port], log, 120) == 2
+    assert f"error: 127.0.0.1:{port} cannot be listened on (Address already in use)" in log.read_text()
     assert httpx.get(f"{metered.url}/health", timeout=10).json()["status"] == "ok"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
 import pytest
 from sglang.srt.plugins import hook_registry
+from weights_engines import forkserver, in_child, said_by
 
 from sglang_adapt.upstream import version
 from sglang_adapt.upstream.patch import Patch, PatchError, PatchSet
@@ -118,17 +120,13 @@ def test_a_patch_must_say_why(module: types.ModuleType) -> None:
         PatchSet().apply(silent)
 
 
+@pytest.mark.engine
 def test_all_our_patches_fit_the_installed_sglang() -> None:
     """In a process of its own, because patches cannot be taken back."""
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang_adapt.check"], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, text = in_child(forkserver(), said_by, "sglang_adapt.check")
+    assert code == 0, text
     for name in ("RouterInsteadOfSchedulers", "OneOutputSocket", "UnlinkMessageQueue"):
-        assert name in done.stdout
+        assert name in text
 
 
 def test_version_gate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +143,49 @@ def test_version_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version, "version", missing)
     with pytest.raises(version.UnsupportedVersionError, match="not installed"):
         version.check_versions()
+
+
+@pytest.mark.engine
+def test_no_method_that_we_patch_is_known_by_another_name() -> None:
+    """What the search that is left out would find: a name of a module that is bound to a method."""
+    patched, known = in_child(forkserver(), methods_known_by_name)
+    assert len(patched) > 30
+    assert "sglang.srt.managers.scheduler.Scheduler.flush_cache" in patched
+    assert known == ["sglang_adapt.upstream.patch.a_method_by_name"], "the one put there to be found, and no other"
+
+
+def methods_known_by_name() -> tuple[list[str], list[str]]:
+    """In a process that has loaded sglang: methods that have a patch, and names of modules for them."""
+    import importlib
+    import pkgutil
+    import sys
+
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sglang_adapt import upstream
+    from sglang_adapt.upstream import patch
+
+    for module in pkgutil.walk_packages(upstream.__path__, f"{upstream.__name__}."):
+        importlib.import_module(module.name)
+    ours = [each for each in all_below(Patch) if each.__module__ != __name__]
+    targets = [each.target for each in ours if hasattr(each, "target")]
+    owners = {target: pkgutil.resolve_name(target.rpartition(".")[0]) for target in targets}
+    originals = {
+        target: inspect.unwrap(getattr(owner, target.rpartition(".")[2]))
+        for target, owner in owners.items()
+        if isinstance(owner, type)
+    }
+    patch.a_method_by_name = Scheduler.flush_cache  # type: ignore[attr-defined]
+    ids = {id(getattr(original, "__func__", original)) for original in originals.values()}
+    known = [
+        f"{name}.{key}"
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType)
+        for key, value in list(vars(module).items())
+        if id(getattr(value, "__func__", value) if isinstance(value, types.MethodType) else value) in ids
+    ]
+    return sorted(originals), known
+
+
+def all_below(kind: type[Patch]) -> list[type[Patch]]:
+    return [found for below in kind.__subclasses__() for found in (below, *all_below(below))]

@@ -47,6 +47,21 @@ def resolve(target: str) -> Any:
         raise PatchError(f"patch target {target} does not exist in this sglang: {error}") from error
 
 
+class LookForNoMethods(Patch):
+    """Leaves a patched method out of stock's search for other names of what it has replaced.
+
+    Stock looks through all names of all modules, 9,000 of them, at each patch: 40 ms of CPU, 30 times in each rank. A
+    function may have been imported by name before it was patched; a method cannot be (a test looks for one).
+    """
+
+    target = "sglang.srt.plugins.hook_registry._propagate_patch"
+    kind = "around"
+
+    @staticmethod
+    def hook(search: Callable[..., int], original: object, wrapped: object, owner: object) -> int:
+        return 0 if isinstance(owner, type) else search(original, wrapped, owner)
+
+
 @dataclass
 class PatchSet:
     """The patches of one process.
@@ -107,3 +122,8 @@ def _unbound(obj: Any) -> Callable[..., Any]:
 
 PATCHES = PatchSet()
 """The one set of this process; a forked child inherits it together with the patched modules."""
+
+
+def look_for_no_methods() -> None:
+    """Make the patches that follow in this process, and in those forked from it, take less time."""
+    PATCHES.apply(LookForNoMethods)

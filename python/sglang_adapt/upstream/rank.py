@@ -22,7 +22,7 @@ from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_used, use_rank_pool
 from sglang_adapt.upstream.limits import LIMIT_PATCHES
-from sglang_adapt.upstream.patch import PATCHES, Patch
+from sglang_adapt.upstream.patch import PATCHES, LookForNoMethods, Patch, look_for_no_methods
 from sglang_adapt.upstream.profiles import EngineInNamesOfProfiles, name_profiles
 from sglang_adapt.upstream.rank_link import MessagesByRankLink
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
@@ -229,6 +229,8 @@ def prepare_process(*patches: type[Patch]) -> list[str]:
 
     check_versions()
     keep_progress_bars_to_threads()
+    patches = (LookForNoMethods, *patches)
+    look_for_no_methods()
     load_plugins()
     expected = patches
     if not has_cuda():
