@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import hypothesis
 import pytest
 
 from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
@@ -14,6 +15,10 @@ os.environ.update(STOCK_ENVIRONMENT)
 
 # Models here are so small that threads of one product only wait for each other, most of all beside other processes.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# How long an example takes says more of what else runs on the machine than of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
