@@ -54,6 +54,15 @@ def hand_over(tell: Tell | None) -> None:
     _leaving.tell = tell
 
 
+def hands_over() -> bool:
+    return _leaving.tell is not None
+
+
+def holds(req: Any) -> bool:
+    """Has a request left, and is held?"""
+    return any(other is req for other in _leaving.held.values())
+
+
 def held_requests() -> int:
     """Requests that are held; each has a slot."""
     return len(_leaving.held)
