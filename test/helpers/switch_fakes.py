@@ -74,7 +74,7 @@ LIMIT_S = 5.0
 
 @dataclass
 class Early:
-    """What came ahead of a request: tokens, the blocks they are in, and those that they were copied from."""
+    """What came ahead of a request: tokens, the blocks for all of it, and those that it was copied from."""
 
     rid: str
     tokens: int
@@ -151,32 +151,31 @@ class FakeEngine:
         return read, told
 
     def read_part(self, rid: str, tokens: int) -> PartRead | None:
-        """Read a prompt up to a token, less than all of it: what is told."""
+        """Read a prompt up to a token, less than all of it: what is told. Up to its first token: that it is read."""
         if not self.hands_over or rid not in self.unread or not self.running.get(rid, (0,))[0]:
             return None
         kv, blocks = self.running[rid]
         first, end = self.parts.get(rid, 0), min(tokens, kv - 1) // self.unit * self.unit
-        if end <= first:
+        if end <= first and (rid in self.parts or end):
             return None
         self.parts[rid] = end
         mine = [rank[first // self.page : end // self.page] for rank in blocks]
         return PartRead(rid, first, end, kv + 1, self.most[rid], mine)
 
     def _bring(self, call: AheadCall) -> None:
-        there = self.early.get(
-            call.number, Early(call.rid, 0, [[] for _ in self.lease], [[] for _ in call.source.gpus])
+        early = self.early.get(call.number)
+        per_block = SETTINGS.geometry.tokens_per_block(len(call.source.gpus))
+        assert [len(mine) for mine in call.source.blocks] == [(call.end - call.first) // per_block] * len(
+            call.source.gpus
         )
-        have, free = len(there.blocks[0]), [sorted(self._free(rank)) for rank in range(self.spec.tp)]
-        assert there.rid == call.rid
-        assert call.end - call.first == len(call.source.blocks[0]) * SETTINGS.geometry.tokens_per_block(
-            len(call.source.gpus)
-        )
-        if there.tokens != call.first or min(map(len, free)) < -(-call.tokens // self.page) - have:
-            raise CallRefusedError(f"{self.spec}: no room, or it was given up")
-        count = (call.end - call.first) // self.page
-        blocks = [[*mine, *pages[:count]] for mine, pages in zip(there.blocks, free, strict=True)]
-        source = [[*mine, *pages] for mine, pages in zip(there.source, call.source.blocks, strict=True)]
-        self.early[call.number] = Early(call.rid, call.end, blocks, source)
+        if early is None:
+            count, free = -(-(call.tokens - 1) // self.page), [sorted(self._free(rank)) for rank in range(self.spec.tp)]
+            if call.first or min(map(len, free)) < count:
+                raise CallRefusedError(f"{self.spec}: no room, or it was given up")
+            early = Early(call.rid, 0, [pages[:count] for pages in free], [[] for _ in call.source.gpus])
+        assert (early.rid, early.tokens) == (call.rid, call.first)
+        source = [[*mine, *pages] for mine, pages in zip(early.source, call.source.blocks, strict=True)]
+        self.early[call.number] = Early(call.rid, call.end, early.blocks, source)
 
     def hand_over(self, call: HandoverCall) -> HandoverAnswer:
         match call:

@@ -5,10 +5,11 @@ The source says of itself that requests have their first token (`Prefilled`); th
 goes on with them itself (`KeepCall`). Leases do not change: a source's blocks stay its own until it lets go, a
 destination takes blocks out of its own lease. All ranks of an engine get a call in the same iteration.
 
-While a prompt is read in parts, the source says which are done (`PartRead`), and the destination brings their KV ahead
-(`AheadCall`). What it has so far it knows best: a TakeOverCall has all blocks of the source and the number of what went
-ahead, and the destination copies what it has not. It may give up what came ahead when its own requests need the
-blocks, and is told to when nothing follows (`ForgetCall`).
+While a prompt is read, the source says so (`PartRead`), and of one that is read in parts, which are done; the
+destination makes room for the request and brings its KV ahead (`AheadCall`). What it has so far it knows best: a
+TakeOverCall has all blocks of the source and the number of what went ahead, and the destination copies what it has
+not. It may give up what came ahead when its own requests need the blocks, and is told to when nothing follows
+(`ForgetCall`).
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class TakeOverCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class AheadCall(msgspec.Struct, frozen=True, tag=True):
-    """To a destination: make room for a part of a prompt that is being read elsewhere, and begin to bring its KV.
+    """To a destination: make room for a request that is being read elsewhere, and begin to bring the KV of a part.
 
     Attributes:
         number: of the request's way here, the same for all its parts, unique in the life of the router.
         rid: of the request.
         first, end: the part is tokens `first` to `end - 1`, both multiples of `LeaveCall.unit`; `first` is where the
-            part before ended.
+            part before ended. The first one may be empty.
         tokens: that the request will have when it is handed over: there must be room for all of them.
         source: where the part lies, blocks from `first` on.
     """
@@ -127,13 +128,13 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class PartRead(msgspec.Struct, frozen=True, tag=True):
-    """From a source: of a prompt that is being read, more is done. The blocks hold it until the request ends or is let
+    """From a source: a prompt is being read, or more of it is done. The blocks hold it until the request ends or is let
     go, whatever else the engine does.
 
     Attributes:
         rid: of the request.
-        first: how many tokens have been told before; 0 begins anew.
-        end: how many are done, a multiple of `LeaveCall.unit`.
+        first: how many tokens have been told before.
+        end: how many are done, a multiple of `LeaveCall.unit`; those of a prompt that has just begun are in the cache.
         length: tokens that it will have when it is handed over: the prompt and one more.
         most_tokens: the most it may come to have.
         blocks: by rank of the engine, of tokens `first` to `end - 1`, in token order.

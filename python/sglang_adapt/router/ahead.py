@@ -1,9 +1,9 @@
-"""KV that goes ahead of a hand-over: of prompts that are still being read, the parts that are done.
+"""What goes ahead of a hand-over while a prompt is being read: room for it, and the KV of parts that are done.
 
-An engine that prefills tells of parts (`PartRead`); an engine with room for the whole request is chosen for it at the
-first, and gets each as it comes (`AheadCall`), into blocks of its own lease. When the prompt has been read,
-`handovers` claims what went ahead, and only the rest is copied. Nothing here is needed: what does not fit, or is given
-up on the way, is copied whole in the hand-over.
+An engine that prefills tells of prompts and parts (`PartRead`); an engine with room for the whole request is chosen for
+it at the first word, sets blocks of its own lease aside, and gets each part as it comes (`AheadCall`). When the prompt
+has been read, `handovers` claims what went ahead, and only the rest is copied. Nothing here is needed: what does not
+fit, or is given up on the way, is copied whole in the hand-over.
 
 A taker says when it has begun to copy, not when it has ended, so the ledgers know a part as being read until the whole
 request has arrived, or the taker has forgotten it (it waits for its copies then), or all its processes are gone.
@@ -118,7 +118,7 @@ class Ahead:
         """An engine that is up has read a part of a prompt."""
         deaths = self._pools.deaths(source)
         going = self.of(source, deaths, part.rid)
-        if going is not None and part.first != going.read:
+        if going is not None and (part.first != going.read or not part.end):
             # It is another request of that id, or begins anew.
             self.forget([going])
             going = None
@@ -195,7 +195,8 @@ class Ahead:
         blocks = [mine[going.sent // page :] for mine in going.blocks]
         reads = dict(zip(going.source.gpus, blocks, strict=True))
         try:
-            going.tickets.append(self._pools.begin_reading(reads))
+            if any(blocks):
+                going.tickets.append(self._pools.begin_reading(reads))
         except LedgerError as error:
             # The source has named blocks that are not its own: nobody knows what it holds.
             self.forget([going])

@@ -4,6 +4,7 @@ next batch after it. What has come ahead (`early`) is not copied again.
 Taken up in the dispatcher, on all ranks in the same iteration: what can fail comes first. The copy starts after the
 batch in flight, because a page may just have been left by a request that this batch still computes. An engine that runs
 something goes on meanwhile, and lets the requests in before the batch after the next; an idle one waits for the copy.
+Where room was made ahead, the copy starts at once, and the requests are in the next batch if little is left to copy.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from sglang_adapt.upstream.handoff.iteration import before_each_batch
 from sglang_adapt.upstream.handoff.pack import Unpacked, unpack
 from sglang_adapt.upstream.handoff.quiesce import requests_of
 from sglang_adapt.upstream.kv_lease import EngineLease
+
+AT_ONCE = 2048
+"""So many tokens of the requests of a call, less what came ahead, are waited for by an engine that runs something, if
+their copy need not start after the batch in flight: a millisecond at most, while that batch is computed."""
 
 StartCopy = Callable[[list[list[int]], list[int], Mark], Callable[[], None]]
 """`start_copy(pages, first, after)`: begins, after a mark, to bring the KV of each request, from its token `first` on,
@@ -86,7 +91,8 @@ def take_over(
     """
     size = scheduler.page_size
     there = [early.of(number, request.rid) for number, request in zip(ahead, requests, strict=True)]
-    counts = [-(-request.kv_tokens // size) - len(one.pages) for request, one in zip(requests, there, strict=True)]
+    needed = [-(-request.kv_tokens // size) for request in requests]
+    counts = [max(0, count - len(one.pages)) for count, one in zip(needed, there, strict=True)]
     early.give_up(scheduler, sum(counts) + _needed_soon(scheduler, len(requests)), keep=ahead)
 
     def make() -> list[Unpacked]:
@@ -96,10 +102,14 @@ def take_over(
     made = on_all_ranks(scheduler, "take requests over", make)
     laps.lap("make")
     pages = _allocate(scheduler, counts)
-    first, after = [one.tokens for one in there], _after_batch(scheduler)
+    first = [one.tokens for one in there]
+    ready = not any(counts) and not any(one.fresh for one in there)
+    after = NOW if ready else _after_batch(scheduler)
+    whole = [[*one.pages, *mine][:count] for one, mine, count in zip(there, pages, needed, strict=True)]
+    rest = [mine[begin // size :] for mine, begin in zip(whole, first, strict=True)]
     copies: list[Callable[[], None]] = []
     try:
-        on_all_ranks(scheduler, "start the copy", lambda: copies.append(start_copy(pages, first, after)))
+        on_all_ranks(scheduler, "start the copy", lambda: copies.append(start_copy(rest, first, after)))
     except Exception:
         for wait in copies:
             wait()
@@ -112,19 +122,20 @@ def take_over(
             wait()
 
     early.take(ahead)
-    arrivals = [
-        Arrival(unpacked, [*one.pages, *mine], runs=True)
-        for unpacked, one, mine in zip(made, there, pages, strict=True)
-    ]
+    early.free(scheduler, [page for one, count in zip(there, needed, strict=True) for page in one.pages[count:]])
+    arrivals = [Arrival(unpacked, mine, runs=True) for unpacked, mine in zip(made, whole, strict=True)]
     idle = scheduler.last_batch is None or scheduler.running_batch.is_empty()
-    _coming.append(_Coming(arrivals, wait_for_all, landed, due=idle))
+    little = sum(request.kv_tokens for request in requests) - sum(first) <= AT_ONCE
+    _coming.append(_Coming(arrivals, wait_for_all, landed, due=idle or (ready and little)))
     return sum(first)
 
 
 def bring_ahead(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], Mark], Callable[[], None]]) -> None:
-    """Make room for a part of a prompt that is read elsewhere, and begin to bring its KV. Raises as `early.bring`."""
+    """Make room for a request that is read elsewhere, and begin to bring the KV of a part. Raises as `early.bring`."""
     after = _after_batch(scheduler)
-    early.bring(scheduler, call, lambda pages: start_copy(pages, after), _needed_soon(scheduler, 1))
+    early.bring(
+        scheduler, call, lambda pages, fresh: start_copy(pages, after if fresh else NOW), _needed_soon(scheduler, 1)
+    )
 
 
 @before_each_batch

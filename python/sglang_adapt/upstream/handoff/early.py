@@ -22,19 +22,22 @@ Wait = Callable[[], None]
 
 @dataclass
 class Early:
-    """What has come, or is coming, of one request.
+    """What has come, or is coming, of one request, and the room for all of it.
 
     Attributes:
         rid: its id.
-        pages: of this rank, in token order.
-        tokens: that they hold; they fill the pages.
+        pages: of this rank, for all of the request, in token order.
+        tokens: whose KV has come or is coming; they fill pages.
         waits: for the copies.
+        fresh: the pages have just been taken: the batch that was in flight then may still write to them, for a request
+            that has left them.
     """
 
     rid: str = ""
     pages: list[int] = field(default_factory=list)
     tokens: int = 0
     waits: list[Wait] = field(default_factory=list)
+    fresh: bool = True
 
     def wait(self) -> None:
         """Until nothing is being copied."""
@@ -68,11 +71,12 @@ def take(numbers: Collection[int]) -> None:
         _early.pop(number, None)
 
 
-def bring(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int]], Wait], needed_soon: int) -> None:
-    """Make room for one part, and begin to bring it.
+def bring(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], bool], Wait], needed_soon: int) -> None:
+    """Make room for a request, if it has none yet, and begin to bring a part of it.
 
     Args:
-        start_copy: begins to bring the part into these pages of this rank; what it returns waits for the end.
+        start_copy: begins to bring the part into these pages of this rank, which are fresh or not; what it returns
+            waits for the end.
         needed_soon: pages that others may need.
 
     Raises:
@@ -83,27 +87,40 @@ def bring(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int]], Wai
     """
     size = scheduler.page_size
     there = of(call.number, call.rid)
-    if there.tokens != call.first or call.first % size or call.end % size or call.end <= call.first:
+    if there.tokens != call.first or call.first % size or call.end % size or call.end < call.first:
         raise AdoptError(
             f"request {call.rid}: tokens {call.first} to {call.end} come ahead, {there.tokens} are here, in blocks of "
             f"{size}; it comes whole when it has been read"
         )
-    whole, spare = -(-call.tokens // size) - len(there.pages), EngineLease.of(scheduler).spare_pages
-    if whole + needed_soon > spare:
-        raise AdoptError(
-            f"request {call.rid} needs {whole} more blocks here and others {needed_soon}, {spare} can be had; nothing "
-            f"of it comes ahead"
-        )
-    pages = allocate(scheduler, (call.end - call.first) // size)
+    if there is NOTHING:
+        # The KV of the last token is that of the next step.
+        whole, spare = -(-(call.tokens - 1) // size), EngineLease.of(scheduler).spare_pages
+        if whole + needed_soon > spare:
+            raise AdoptError(
+                f"request {call.rid} needs {whole} blocks here and others {needed_soon}, {spare} can be had; nothing "
+                f"of it comes ahead"
+            )
+        there = Early(call.rid, allocate(scheduler, whole))
+    if call.end > call.first:
+        try:
+            _start(scheduler, there, there.pages[call.first // size : call.end // size], start_copy)
+        except Exception:
+            if call.number not in _early:
+                free(scheduler, there.pages)
+            raise
+    there.tokens = call.end
+    _early[call.number] = there
+
+
+def _start(scheduler: Any, early: Early, pages: list[int], start_copy: Callable[[list[int], bool], Wait]) -> None:
     copies: list[Wait] = []
     try:
-        on_all_ranks(scheduler, "start a copy ahead", lambda: copies.append(start_copy(pages)))
+        on_all_ranks(scheduler, "start a copy ahead", lambda: copies.append(start_copy(pages, early.fresh)))
     except Exception:
         for wait in copies:
             wait()
-        free(scheduler, pages)
         raise
-    _early[call.number] = Early(call.rid, [*there.pages, *pages], call.end, [*there.waits, *copies])
+    early.waits += copies
 
 
 def forget(scheduler: Any, numbers: Collection[int]) -> None:
@@ -128,9 +145,12 @@ def give_up(scheduler: Any, needed: int, keep: Collection[int] = ()) -> None:
 
 @before_each_batch
 def give_way(scheduler: Any) -> bool:
-    """Each request that runs may need a page for its next token."""
+    """Each request that runs may need a page for its next token. What is in flight now has ended before the messages of
+    the next iteration come."""
     if _early:
         give_up(scheduler, len(scheduler.running_batch.reqs) + 1)
+        for early in _early.values():
+            early.fresh = False
     return False
 
 

@@ -1,23 +1,28 @@
-"""The source of what goes ahead of a hand-over: of a prompt that is read in parts, it tells which are done.
+"""The source of what goes ahead of a hand-over: of prompts that are being read, it tells which there are, and of those
+that are read in parts, which are done.
 
-Told when the results of a batch are processed: by then its KV is there on this rank, and since all ranks give their
-blocks to rank 0 for the message, on all. What a request had when the next part began is in the prefix cache, locked
-(or, without one, the request's own), so that its blocks hold it until the request ends or is let go. With overlap
-scheduling that is all but the part that is being computed; without, one part less.
+A prompt is told of once its first batch has been launched, so that there is room for it elsewhere when it has been
+read; with what it found in the prefix cache. Parts are told when the results of a batch are processed: by then its KV
+is there on this rank, and since all ranks give their blocks to rank 0 for the message, on all. What a request had when
+the next part began is in the prefix cache, locked (or, without one, the request's own), so that its blocks hold it
+until the request ends or is let go. With overlap scheduling that is all but the part that is being computed; without,
+one part less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_adapt.core.handover import PartRead
-from sglang_adapt.upstream.handoff import leave
 from sglang_adapt.upstream.handoff.export import pages_of
-from sglang_adapt.upstream.handoff.iteration import before_each_batch
 from sglang_adapt.upstream.handoff.refusals import reason_to_stay
 from sglang_adapt.upstream.patch import Patch
+
+WORTH_TELLING = 256
+"""Tokens of a prompt that is read at once from which on it is told of: it costs a call to another engine, and saves the
+request one of its steps."""
 
 TellPart = Callable[[Any, PartRead], None]
 """`tell(scheduler, part)`: on every rank, with the blocks of this rank alone."""
@@ -27,13 +32,15 @@ TellStaying = Callable[[Any, list[str]], None]
 
 @dataclass
 class _Prompt:
-    """One that is read in parts, or was just now.
+    """One that is being read.
 
     Attributes:
+        is_told: of.
         told: tokens of it.
     """
 
     req: Any
+    is_told: bool = False
     told: int = 0
 
 
@@ -42,16 +49,24 @@ class _Reading:
     """This process's rank as a source.
 
     Attributes:
-        tell: what is told of parts; None while nothing goes ahead.
+        tell: what is told of prompts and parts; None while nothing goes ahead.
         stays: what is told of requests that are not handed over.
         unit: tokens that are told at a time.
-        prompts: the one that stock reads in parts, and one of which the last part is in flight.
+        prompts: the one that stock reads in parts, and those of which the last batch is in flight.
     """
 
     tell: TellPart | None = None
     stays: TellStaying | None = None
     unit: int = 0
     prompts: list[_Prompt] = field(default_factory=list)
+
+    def noted(self, req: Any) -> _Prompt:
+        """A prompt from its first batch on."""
+        prompt = next((prompt for prompt in self.prompts if prompt.req is req), None)
+        if prompt is None:
+            prompt = _Prompt(req)
+            self.prompts.append(prompt)
+        return prompt
 
 
 _reading = _Reading()
@@ -68,20 +83,27 @@ def tell_no_parts() -> None:
     _reading.prompts.clear()
 
 
-@before_each_batch
-def note(scheduler: Any) -> bool:
-    """Note what is read in parts, and tell of what is not handed over; after `leave` has had its turn."""
-    if _reading.stays is None:
-        return False
+def launched(scheduler: Any, ending: Collection[Any]) -> None:
+    """A batch has been launched; it reads prompts to their end, or a part of stock's `chunked_req`."""
+    if _reading.tell is None:
+        return
+    chunked = scheduler.chunked_req
+    begun = [req for req in ending if len(req.origin_input_ids) >= WORTH_TELLING]
+    for req in begun if chunked is None else [*begun, chunked]:
+        prompt = _reading.noted(req)
+        if not prompt.is_told:
+            _tell(scheduler, prompt)
+
+
+def left(scheduler: Any, reqs: Collection[Any]) -> None:
+    """Of those whose last batch has been launched, these are handed over; the others stay."""
     chunked = scheduler.chunked_req
     over = [prompt for prompt in _reading.prompts if prompt.req is not chunked]
     _reading.prompts = [prompt for prompt in _reading.prompts if prompt.req is chunked]
-    staying = [prompt.req.rid for prompt in over if prompt.told and not leave.holds(prompt.req)]
-    if staying:
+    gone = {id(req) for req in reqs}
+    staying = [prompt.req.rid for prompt in over if prompt.is_told and id(prompt.req) not in gone]
+    if staying and _reading.stays is not None:
         _reading.stays(scheduler, staying)
-    if chunked is not None and not _reading.prompts:
-        _reading.prompts.append(_Prompt(chunked))
-    return False
 
 
 class PartsAreTold(Patch):
@@ -95,23 +117,26 @@ class PartsAreTold(Patch):
 
     @staticmethod
     def hook(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
-        if _reading.tell is not None:
-            for prompt in _reading.prompts:
+        for prompt in _reading.prompts:
+            if prompt.is_told and _done(prompt.req) > prompt.told:
                 _tell(self, prompt)
+
+
+def _done(req: Any) -> int:
+    """Tokens of a prompt of which the KV is there, and stays where it is."""
+    return len(req.prefix_indices) // _reading.unit * _reading.unit
 
 
 def _tell(scheduler: Any, prompt: _Prompt) -> None:
     req = prompt.req
-    done = len(req.prefix_indices) // _reading.unit * _reading.unit
-    if done <= prompt.told or not _goes_on(req):
+    if _reading.tell is None or not _goes_on(req):
         return
-    first, size = prompt.told, scheduler.page_size
+    first, done, size = prompt.told, _done(req), scheduler.page_size
     (pages,) = pages_of(scheduler, [req], [done])
     length = len(req.origin_input_ids) + len(req.output_ids) + 1
     most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
-    assert _reading.tell is not None
     _reading.tell(scheduler, PartRead(req.rid, first, done, length, most, [pages[first // size :]]))
-    prompt.told = done
+    prompt.is_told, prompt.told = True, done
 
 
 def _goes_on(req: Any) -> bool:
