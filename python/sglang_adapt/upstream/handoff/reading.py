@@ -35,11 +35,13 @@ class _Prompt:
     """One that is being read.
 
     Attributes:
+        given: tokens that the request had given when its prompt was begun; some, if it has lost an engine.
         is_told: of.
         told: tokens of it.
     """
 
     req: Any
+    given: int
     is_told: bool = False
     told: int = 0
 
@@ -64,7 +66,7 @@ class _Reading:
         """A prompt from its first batch on."""
         prompt = next((prompt for prompt in self.prompts if prompt.req is req), None)
         if prompt is None:
-            prompt = _Prompt(req)
+            prompt = _Prompt(req, len(req.output_ids))
             self.prompts.append(prompt)
         return prompt
 
@@ -118,7 +120,9 @@ class PartsAreTold(Patch):
     @staticmethod
     def hook(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
         for prompt in _reading.prompts:
-            if prompt.is_told and _done(prompt.req) > prompt.told:
+            # Of one that has its first token all is told at once, when it leaves.
+            reads = len(prompt.req.output_ids) == prompt.given
+            if prompt.is_told and reads and _done(prompt.req) > prompt.told:
                 _tell(self, prompt)
 
 
