@@ -22,7 +22,7 @@ class Source:
     """
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(page_size=16, chunked_req=None)
+        self.scheduler = SimpleNamespace(page_size=16, chunked_req=None, enable_overlap=True, device="cuda")
         self.parts: list[PartRead] = []
         self.staying: list[str] = []
 
@@ -96,6 +96,14 @@ def test_what_was_told_of_and_stays_is_told(source: Source) -> None:
     source.launch()
     reading.left(source.scheduler, [])
     assert source.staying == ["kept", "alone"]
+
+
+def test_a_prompt_that_is_computed_already_is_not_told_of(source: Source) -> None:
+    source.scheduler.device = "cpu"
+    req, other = source.request("a", 900), source.request("b", 900)
+    source.launch(req, chunked=other)
+    # What is read in parts has the next part before it.
+    assert [part.rid for part in source.parts] == ["b"]
 
 
 def test_what_was_found_in_the_cache_goes_ahead_at_once(source: Source) -> None:

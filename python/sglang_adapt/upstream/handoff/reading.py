@@ -22,7 +22,7 @@ from sglang_adapt.upstream.patch import Patch
 
 WORTH_TELLING = 256
 """Tokens of a prompt that is read at once from which on it is told of: it costs a call to another engine, and saves the
-request one of its steps."""
+request one of its steps. Not on a CPU, where a batch that has been launched is computed already."""
 
 TellPart = Callable[[Any, PartRead], None]
 """`tell(scheduler, part)`: on every rank, with the blocks of this rank alone."""
@@ -90,7 +90,8 @@ def launched(scheduler: Any, ending: Collection[Any]) -> None:
     if _reading.tell is None:
         return
     chunked = scheduler.chunked_req
-    begun = [req for req in ending if len(req.origin_input_ids) >= WORTH_TELLING]
+    in_flight = scheduler.enable_overlap and scheduler.device != "cpu"
+    begun = [req for req in ending if in_flight and len(req.origin_input_ids) >= WORTH_TELLING]
     for req in begun if chunked is None else [*begun, chunked]:
         prompt = _reading.noted(req)
         if not prompt.is_told:
