@@ -87,7 +87,7 @@ def take_over(
     Raises:
         AdoptError: no room or no slot; or a request that is here already, or is too long.
         UnpackError, GrammarError, OtherRankFailedError: likewise nothing has changed.
-        Exception: whatever `start_copy` raises; the same.
+        Exception: whatever `start_copy` raises; the same. But what came ahead of other requests may be given up.
     """
     size = scheduler.page_size
     there = [early.of(number, request.rid) for number, request in zip(ahead, requests, strict=True)]
