@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -36,12 +37,16 @@ from sglang_adapt.core.handoff import (
     to_plain,
 )
 from sglang_adapt.core.handover import (
+    AheadCall,
     Arrived,
+    ForgetCall,
     HandoverAnswer,
     HandoverCall,
     KeepCall,
     LeaveCall,
     LetGoCall,
+    PartRead,
+    PartsStay,
     Prefilled,
     TakeOverCall,
 )
@@ -67,6 +72,16 @@ FAULTS = ("refuse", "die", "die after", "break", "raise")
 LIMIT_S = 5.0
 
 
+@dataclass
+class Early:
+    """What came ahead of a request: tokens, the blocks for all of it, and those that it was copied from."""
+
+    rid: str
+    tokens: int
+    blocks: list[list[int]]
+    source: list[list[int]]
+
+
 class FakeEngine:
     """What the ranks of one engine know: requests with their blocks, the lease, and what is held."""
 
@@ -86,11 +101,15 @@ class FakeEngine:
         self.leaving: dict[int, tuple[str, int, list[list[int]]]] = {}
         self.gone: set[int] = set()
         self.coming: dict[str, tuple[int, list[list[int]]]] = {}
+        self.unit = 0
+        self.parts: dict[str, int] = {}
+        self.early: dict[int, Early] = {}
         self.lives = 0
         self.holds = 0
 
     def begin(self, lease: list[list[int]]) -> None:
         self.unread, self.hands_over, self.leaving, self.gone, self.coming = set(), False, {}, set(), {}
+        self.unit, self.parts, self.early = 0, {}, {}
         self.lives += 1
         self.lease = [set(pages) for pages in lease]
         self.running, self.held, self.given_up = {}, None, set()
@@ -105,9 +124,11 @@ class FakeEngine:
             tokens, count = 0, 0
         self.running[rid] = (tokens, [pages[:count] for pages in free])
         self.unread.add(rid)
+        self.parts.pop(rid, None)
 
     def _free(self, rank: int) -> set[int]:
         held = [blocks for _, _, blocks in self.leaving.values()]
+        held += [early.blocks for early in self.early.values()]
         there = [blocks for _, blocks in (*self.running.values(), *self.coming.values())]
         return self.lease[rank] - {page for blocks in (*held, *there) for page in blocks[rank]}
 
@@ -129,24 +150,69 @@ class FakeEngine:
             told.blocks.append(blocks)
         return read, told
 
+    def read_part(self, rid: str, tokens: int) -> PartRead | None:
+        """Read a prompt up to a token, less than all of it: what is told. Up to its first token: that it is read."""
+        if not self.hands_over or rid not in self.unread or not self.running.get(rid, (0,))[0]:
+            return None
+        kv, blocks = self.running[rid]
+        first, end = self.parts.get(rid, 0), min(tokens, kv - 1) // self.unit * self.unit
+        if end <= first and (rid in self.parts or end):
+            return None
+        self.parts[rid] = end
+        mine = [rank[first // self.page : end // self.page] for rank in blocks]
+        return PartRead(rid, first, end, kv + 1, self.most[rid], mine)
+
+    def _bring(self, call: AheadCall) -> None:
+        early = self.early.get(call.number)
+        per_block = SETTINGS.geometry.tokens_per_block(len(call.source.gpus))
+        assert [len(mine) for mine in call.source.blocks] == [(call.end - call.first) // per_block] * len(
+            call.source.gpus
+        )
+        if early is None:
+            count, free = -(-(call.tokens - 1) // self.page), [sorted(self._free(rank)) for rank in range(self.spec.tp)]
+            if call.first or min(map(len, free)) < count:
+                raise CallRefusedError(f"{self.spec}: no room, or it was given up")
+            early = Early(call.rid, 0, [pages[:count] for pages in free], [[] for _ in call.source.gpus])
+        assert (early.rid, early.tokens) == (call.rid, call.first)
+        source = [[*mine, *pages] for mine, pages in zip(early.source, call.source.blocks, strict=True)]
+        self.early[call.number] = Early(call.rid, call.end, early.blocks, source)
+
     def hand_over(self, call: HandoverCall) -> HandoverAnswer:
         match call:
             case LeaveCall():
-                self.hands_over = call.on
+                self.hands_over, self.unit = call.on, call.unit
+                self.parts.clear()
+            case AheadCall():
+                self._bring(call)
+            case ForgetCall():
+                for number in call.numbers:
+                    self.early.pop(number, None)
             case TakeOverCall():
+                came = 0
                 here = {*self.running, *self.coming}
                 assert not here & {request.rid for request in call.requests}
                 made: dict[str, tuple[int, list[list[int]]]] = {}
                 free = [sorted(self._free(rank)) for rank in range(self.spec.tp)]
-                for request in call.requests:
-                    count = -(-request.kv_tokens // self.page)
+                for request, source, number in zip(call.requests, call.sources, call.ahead, strict=True):
+                    early = self.early.get(number)
+                    first: list[list[int]] = [[] for _ in free]
+                    if early is not None:
+                        assert early.rid == request.rid
+                        for mine, whole in zip(early.source, source.blocks, strict=True):
+                            assert mine == whole[: len(mine)]
+                        first, came = early.blocks, came + early.tokens
+                    count = -(-request.kv_tokens // self.page) - len(first[0])
                     if min(map(len, free)) < count:
                         raise CallRefusedError(f"{self.spec}: no room")
                     assert request.most_tokens <= SETTINGS.request_tokens[self.spec.tp]
                     self.most[request.rid] = request.most_tokens
-                    made[request.rid] = (request.kv_tokens, [pages[:count] for pages in free])
+                    blocks = [[*mine, *pages[:count]] for mine, pages in zip(first, free, strict=True)]
+                    made[request.rid] = (request.kv_tokens, blocks)
                     free = [pages[count:] for pages in free]
                 self.coming |= made
+                for number in call.ahead:
+                    self.early.pop(number, None)
+                return HandoverAnswer(ahead_tokens=came)
             case LetGoCall():
                 for hold in call.holds:
                     del self.leaving[hold]
@@ -203,7 +269,9 @@ class FakeEngine:
                     self.ahead[1][request.rid] = (request.ahead, mine)
                 return [PrecopyAnswer(call.epoch) for _ in ranks]
             case ExportCall():
-                assert not self.leaving and not self.coming, "a switch begins while requests are handed over"
+                assert not self.leaving and not self.coming and not self.early, (
+                    "a switch begins while requests are handed over"
+                )
                 if self.held is not None:
                     raise CallRefusedError(f"{self.spec}: requests are held already")
                 # Each has a token more than a while ago, if it needs no block for it.
@@ -373,6 +441,18 @@ class Node:
                 self.world.tokens(name, rid, [7], len(self.router.journal[rid].ids) + 1)
             if told is not None:
                 self.modes.handovers.noticed(name, to_plain(told))
+
+    def part(self, name: str, rid: str, tokens: int) -> None:
+        """An engine has read a prompt up to a token."""
+        self.read()
+        told = self.fakes[name].read_part(rid, tokens)
+        if told is not None and self.router.engines[name].state is EngineState.READY:
+            self.modes.handovers.noticed(name, to_plain(told))
+
+    def stay(self, name: str, rid: str) -> None:
+        """An engine that has told of parts decodes the request itself."""
+        self.fakes[name].unread.discard(rid)
+        self.modes.handovers.noticed(name, to_plain(PartsStay([rid])))
 
     async def _land(self, name: str, lives: int, rids: list[str]) -> None:
         """A copy has ended: the requests run."""
@@ -563,7 +643,7 @@ class Node:
                     self.read()
                 if not dead:
                     break
-            while self.router.stranded.in_flight or self.modes.handovers.said()["under_way"] or self.modes.kept._tasks:
+            while self.router.stranded.in_flight or self.modes.handovers._tasks or self.modes.kept._tasks:
                 await asyncio.sleep(0.001)
                 self.read()
             await asyncio.sleep(0.005)
@@ -596,6 +676,8 @@ class Node:
             held = {rid for hold, (rid, _, _) in fake.leaving.items() if hold not in fake.gone}
             assert {*fake.running, *held} == set(self.router.engines[name].in_flight), name
             assert not fake.coming
+            goes = {going.number for going in self.modes.handovers._ahead.to(fake.spec)}
+            assert set(fake.early) <= goes, "nobody knows of what came ahead"
             assert set(fake.leaving) == {hold for spec, hold in self.modes.handovers._waiting if spec.name == name}, (
                 "held for nobody"
             )
@@ -603,6 +685,10 @@ class Node:
         held = {rid for fake in self.fakes.values() if fake.held is not None for rid in fake.held[1]}
         assert held == kept
         assert set(self.router.journal) == set(places)
+        goes = [going for going in self.modes.handovers._ahead if going.tickets]
+        for gpu, ledger in self.pools._ledgers.items():
+            read = {b for going in goes for ticket in going.tickets for b in ticket.reads.get(gpu, ())}
+            assert set(ledger._memory.copies.nonzero()[0]) == read, "a copy that never ends"
 
     def where(self) -> dict[str, list[str]]:
         return {name: sorted(fake.running) for name, fake in self.fakes.items() if fake.running}

@@ -457,6 +457,46 @@ def test_what_finds_no_slot_is_decoded_where_it_was_read(server: Server, total: 
     assert "leak detected" not in server.log.read_text()
 
 
+def long_prompts(seed: int) -> list[dict[str, Any]]:
+    """Of 11 parts: each by itself, two with one beginning, and one whose log probabilities are asked for."""
+    shared = prompt(330, seed)
+    ids = [prompt(700, seed + 1), shared + prompt(370, seed + 2), shared + prompt(350, seed + 3), prompt(690, seed + 4)]
+    greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    asked: list[dict[str, Any]] = [{"input_ids": each, "sampling_params": greedy, "stream": True} for each in ids]
+    asked[-1] |= {"return_logprob": True, "logprob_start_len": 0}
+    return asked
+
+
+def test_parts_of_long_prompts_go_ahead(server: Server, total: dict[int, int]) -> None:
+    home(server)
+    asked = {layout: long_prompts(seed) for layout, seed in ((SPLIT, 40), (OTHER_SPLIT, 50))}
+    expected = {layout: [ask(server, body) for body in prompts] for layout, prompts in asked.items()}
+
+    def ahead() -> int:
+        return layout_of(server)["handovers"].get("ahead_tokens", 0)
+
+    for layout, prompts in asked.items():
+        assert switch(server, layout, "migrate").status_code == 200
+        # What has been read before would be found, and not be read in parts.
+        until(lambda: HTTP.post(f"{server.url}/flush_cache").status_code == 200, "nothing is cached")
+        before, gone = ahead(), [{**ENDLESS, "input_ids": prompt(900, seed), "rid": f"gone{seed}"} for seed in (60, 61)]
+        left: list[httpx.Response] = []
+        leaving = [in_background(server, body, left) for body in gone]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = [pool.submit(ask, server, body) for body in prompts]
+            for body in gone:
+                assert HTTP.post(f"{server.url}/abort_request", json={"rid": body["rid"]}).status_code == 200
+            for answer, right in zip(answers, expected[layout], strict=True):
+                assert answer.result(LIMIT_S).equals(right)
+        for thread in leaving:
+            thread.join(LIMIT_S)
+        assert [answer.json()["meta_info"]["finish_reason"]["type"] for answer in left] == ["abort"] * 2
+        # All but two parts of each, or three: the last one, and what fills no block of TP 4.
+        assert ahead() - before > 3 * 448
+        check_pages(server, total)
+    assert "leak detected" not in server.log.read_text()
+
+
 @pytest.mark.parametrize("victim", ["tp2@0-1", "tp1@3"])
 def test_an_engine_with_a_role_dies(
     server: Server, expected: dict[str, tuple[dict[str, Any], Answer]], total: dict[int, int], victim: str

@@ -4,6 +4,12 @@ The source says of itself that requests have their first token (`Prefilled`); th
 (`TakeOverCall`) and says when their KV is there and they run (`Arrived`); the source forgets them (`LetGoCall`), or
 goes on with them itself (`KeepCall`). Leases do not change: a source's blocks stay its own until it lets go, a
 destination takes blocks out of its own lease. All ranks of an engine get a call in the same iteration.
+
+While a prompt is read, the source says so (`PartRead`), and of one that is read in parts, which are done; the
+destination makes room for the request and brings its KV ahead (`AheadCall`). What it has so far it knows best: a
+TakeOverCall has all blocks of the source and the number of what went ahead, and the destination copies what it has
+not. It may give up what came ahead when its own requests need the blocks, and is told to when nothing follows
+(`ForgetCall`).
 """
 
 from __future__ import annotations
@@ -14,9 +20,14 @@ from sglang_adapt.core.handoff import CarriedRequest, KvSource
 
 
 class LeaveCall(msgspec.Struct, frozen=True, tag=True):
-    """To a source: from now on hand over, or do not hand over, what has its first token. What is held stays held."""
+    """To a source: from now on hand over, or do not hand over, what has its first token. What is held stays held.
+
+    Attributes:
+        unit: parts of prompts are told in multiples of so many tokens: whole blocks at every TP size. 0: not told.
+    """
 
     on: bool
+    unit: int = 0
 
 
 class TakeOverCall(msgspec.Struct, frozen=True, tag=True):
@@ -25,10 +36,40 @@ class TakeOverCall(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         requests: from `Prefilled`.
         sources: for each where its KV lies, which nobody changes until all of them have `Arrived`.
+        ahead: for each the number of its AheadCalls, 0 if there were none.
     """
 
     requests: list[CarriedRequest]
     sources: list[KvSource]
+    ahead: list[int]
+
+
+class AheadCall(msgspec.Struct, frozen=True, tag=True):
+    """To a destination: make room for a request that is being read elsewhere, and begin to bring the KV of a part.
+
+    Attributes:
+        number: of the request's way here, the same for all its parts, unique in the life of the router.
+        rid: of the request.
+        first, end: the part is tokens `first` to `end - 1`, both multiples of `LeaveCall.unit`; `first` is where the
+            part before ended. The first one may be empty.
+        tokens: that the request will have when it is handed over: there must be room for all of them.
+        source: where the part lies, blocks from `first` on.
+    """
+
+    number: int
+    rid: str
+    first: int
+    end: int
+    tokens: int
+    source: KvSource
+
+
+class ForgetCall(msgspec.Struct, frozen=True, tag=True):
+    """To a destination: nothing follows what came ahead by these numbers; its blocks are free when this is answered,
+    and nothing is copied into them any more. Numbers that it does not know are ignored.
+    """
+
+    numbers: list[int]
 
 
 class LetGoCall(msgspec.Struct, frozen=True, tag=True):
@@ -56,10 +97,12 @@ class HandoverAnswer(msgspec.Struct, frozen=True):
 
     Attributes:
         kept: of a KeepCall those that run again.
+        ahead_tokens: of a TakeOverCall, how many tokens had come ahead.
         steps_ms: how long the rank took for what, in milliseconds.
     """
 
     kept: list[int] = []
+    ahead_tokens: int = 0
     steps_ms: dict[str, float] = {}
 
 
@@ -84,5 +127,32 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     rids: list[str]
 
 
-HandoverCall = LeaveCall | TakeOverCall | LetGoCall | KeepCall
-HandoverNotice = Prefilled | Arrived
+class PartRead(msgspec.Struct, frozen=True, tag=True):
+    """From a source: a prompt is being read, or more of it is done. The blocks hold it until the request ends or is let
+    go, whatever else the engine does.
+
+    Attributes:
+        rid: of the request.
+        first: how many tokens have been told before.
+        end: how many are done, a multiple of `LeaveCall.unit`; those of a prompt that has just begun are in the cache.
+        length: tokens that it will have when it is handed over: the prompt and one more.
+        most_tokens: the most it may come to have.
+        blocks: by rank of the engine, of tokens `first` to `end - 1`, in token order.
+    """
+
+    rid: str
+    first: int
+    end: int
+    length: int
+    most_tokens: int
+    blocks: list[list[int]]
+
+
+class PartsStay(msgspec.Struct, frozen=True, tag=True):
+    """From a source: of these parts were told, and they are not handed over."""
+
+    rids: list[str]
+
+
+HandoverCall = LeaveCall | TakeOverCall | LetGoCall | KeepCall | AheadCall | ForgetCall
+HandoverNotice = Prefilled | Arrived | PartRead | PartsStay

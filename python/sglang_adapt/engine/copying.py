@@ -7,12 +7,13 @@ router says so, whatever becomes of the source's processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import torch
 
-from sglang_adapt.core.handoff import AdoptCall, CarriedRequest, KvSource, PrecopyCall
+from sglang_adapt.core.handoff import AdoptCall, KvSource, PrecopyCall
 from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitCopier
 from sglang_adapt.kv.copy import DirectExecutor
 from sglang_adapt.kv.geometry import PoolGeometry
@@ -24,6 +25,24 @@ from sglang_adapt.memory import Region, RegionHandle, attach
 
 class CopyRefusedError(RuntimeError):
     """KV that cannot be brought here; the text names the GPU. Nothing was copied."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """KV of one request to bring into blocks that a rank has chosen itself.
+
+    Attributes:
+        rid: the request's id, for error texts.
+        first, end: its tokens `first` to `end - 1`.
+        source: where they lie, blocks from the one that holds `first` on.
+        blocks: of this rank, likewise.
+    """
+
+    rid: str
+    first: int
+    end: int
+    source: KvSource
+    blocks: list[int]
 
 
 class KvCopies:
@@ -59,17 +78,29 @@ class KvCopies:
             if gpu != self._gpu and (gpu not in self._mapped or self._mapped[gpu].handle != handle):
                 self._mapped[gpu] = attach(handle, "read", self._own.device)
 
-    def pull(
-        self,
-        requests: Sequence[CarriedRequest],
-        sources: Sequence[KvSource],
-        blocks: list[list[int]],
-        after: Mark,
-    ) -> Callable[[], None]:
-        """Begin to copy the KV of requests into blocks that this rank has chosen itself, a list a request, after a
-        mark; as `start`."""
-        # A rank carries out its own part only, so its blocks can stand for those of the other ranks.
-        return self.start(AdoptCall(0, list(requests), [blocks] * len(self._gpus), sources=list(sources)), after)
+    def from_token(self, source: KvSource, first: int) -> KvSource:
+        """The same source with blocks from the one that holds token `first` on."""
+        skipped = first // self._geometry.tokens_per_block(len(source.gpus))
+        return KvSource(source.gpus, [blocks[skipped:] for blocks in source.blocks])
+
+    def pull(self, pulls: Sequence[Pull], after: Mark) -> Callable[[], None]:
+        """Begin to copy KV, after a mark; what is returned waits until it is there. Raises as `start`."""
+        copies = [
+            (
+                pull.source.gpus,
+                RequestCopy(
+                    pull.rid,
+                    pull.end,
+                    np.asarray(pull.source.blocks, dtype=np.int32),
+                    # A rank carries out its own part only, so its blocks can stand for those of the other ranks.
+                    np.asarray([pull.blocks] * len(self._gpus), dtype=np.int32),
+                    pull.first,
+                ),
+            )
+            for pull in pulls
+            if pull.first < pull.end
+        ]
+        return self._start(batches_to(self._gpus, copies), after)
 
     def start(self, call: AdoptCall | PrecopyCall, after: Mark = NOW) -> Callable[[], None]:
         """Begin to copy what this rank's blocks of `call` are to hold; what is returned waits until it is there.
@@ -80,7 +111,10 @@ class KvCopies:
             CopyRefusedError: a source GPU whose region is not mapped.
             PlanError: block lists that do not fit the requests' lengths.
         """
-        plans = [plan.to_gpu(self._gpu) for plan in build_plans(self._geometry, self._batches(call))]
+        return self._start(self._batches(call), after)
+
+    def _start(self, batches: Sequence[CopyBatch], after: Mark) -> Callable[[], None]:
+        plans = [plan.to_gpu(self._gpu) for plan in build_plans(self._geometry, batches)]
         needed = {plan.gpu for plan in plans if plan.units}
         missing = needed - self._mapped.keys() - {self._gpu}
         if missing:

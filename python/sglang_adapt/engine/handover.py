@@ -3,23 +3,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from sglang_adapt.core.handoff import CarriedRequest, to_plain
 from sglang_adapt.core.handover import (
+    AheadCall,
     Arrived,
+    ForgetCall,
     HandoverAnswer,
     HandoverCall,
     KeepCall,
     LeaveCall,
     LetGoCall,
+    PartRead,
+    PartsStay,
     Prefilled,
     TakeOverCall,
 )
 from sglang_adapt.core.laps import Laps
-from sglang_adapt.engine.copying import KvCopies
+from sglang_adapt.engine.copying import KvCopies, Pull
+from sglang_adapt.kv.lanes import Mark
 from sglang_adapt.upstream.control import at_rank_0, notify
-from sglang_adapt.upstream.handoff import arrive, leave
+from sglang_adapt.upstream.handoff import arrive, early, leave, reading
 
 
 class EngineHandover:
@@ -38,29 +46,55 @@ class EngineHandover:
         """Carry out one call.
 
         Raises:
-            AdoptError, UnpackError, GrammarError, OtherRankFailedError, CopyRefusedError, PlanError: of a TakeOverCall;
-                nothing has changed.
+            AdoptError, UnpackError, GrammarError, OtherRankFailedError, CopyRefusedError, PlanError: of a TakeOverCall
+                or an AheadCall; nothing has changed.
         """
         laps = Laps()
         match call:
             case LeaveCall():
                 leave.hand_over(_tell if call.on else None)
+                if call.on and call.unit:
+                    reading.tell_parts(call.unit, _tell_part, _tell_staying)
+                else:
+                    reading.tell_no_parts()
             case TakeOverCall():
-                arrive.take_over(
+                came = arrive.take_over(
                     self._scheduler,
                     call.requests,
-                    lambda pages, after: self._copies.pull(call.requests, call.sources, pages, after),
+                    call.ahead,
+                    lambda pages, first, after: self._pull(call, pages, first, after),
                     lambda rids: notify(self._scheduler, to_plain(Arrived(rids))),
                     laps,
                 )
+                return HandoverAnswer(ahead_tokens=came, steps_ms=laps.ms)
+            case AheadCall():
+                arrive.bring_ahead(
+                    self._scheduler,
+                    call,
+                    lambda pages, after: self._copies.pull(
+                        [Pull(call.rid, call.first, call.end, call.source, pages)], after
+                    ),
+                )
+                laps.lap("start copy")
+            case ForgetCall():
+                early.forget(self._scheduler, call.numbers)
+                laps.lap("forget")
             case LetGoCall():
                 leave.let_go(self._scheduler, call.holds)
                 laps.lap("let go")
             case KeepCall():
                 kept = leave.keep(self._scheduler, call.holds)
                 laps.lap("keep")
-                return HandoverAnswer(kept, laps.ms)
+                return HandoverAnswer(kept, steps_ms=laps.ms)
         return HandoverAnswer(steps_ms=laps.ms)
+
+    def _pull(self, call: TakeOverCall, pages: list[list[int]], first: list[int], after: Mark) -> Callable[[], None]:
+        """Begin to bring what has not come ahead."""
+        pulls = [
+            Pull(request.rid, begin, request.kv_tokens, self._copies.from_token(source, begin), mine)
+            for request, source, begin, mine in zip(call.requests, call.sources, first, pages, strict=True)
+        ]
+        return self._copies.pull(pulls, after)
 
 
 def _tell(scheduler: Any, requests: list[CarriedRequest], holds: list[int], pages: list[list[int]]) -> None:
@@ -69,3 +103,14 @@ def _tell(scheduler: Any, requests: list[CarriedRequest], holds: list[int], page
     if ranks is not None:
         blocks = [[rank[at] for rank in ranks] for at in range(len(requests))]
         notify(scheduler, to_plain(Prefilled(requests, holds, blocks)))
+
+
+def _tell_part(scheduler: Any, part: PartRead) -> None:
+    """Tell the router which part of a prompt has been read, with the blocks of all ranks."""
+    ranks = at_rank_0(scheduler, part.blocks[0])
+    if ranks is not None:
+        notify(scheduler, to_plain(msgspec.structs.replace(part, blocks=ranks)))
+
+
+def _tell_staying(scheduler: Any, rids: list[str]) -> None:
+    notify(scheduler, to_plain(PartsStay(rids)))

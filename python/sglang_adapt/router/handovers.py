@@ -6,6 +6,8 @@ the move for one call (`TakeOverCall`), and the taker's from its answer on. When
 source lets go. The ledgers know the copy from before the call until then, so that blocks of a source that dies
 meanwhile are given to nobody.
 
+Of a prompt that is read in parts, those that are done go ahead (`ahead.py`), to the engine that takes it over then.
+
 What finds no room waits at its source, and goes on there after `MOST_WAIT_S`, and at once if no engine that decodes
 holds all that it may come to have: a source that is full of such requests decodes them itself, so nothing can stand
 still. If the taker dies, its requests are computed again from their tokens,
@@ -33,6 +35,8 @@ from sglang_adapt.core.handover import (
     KeepCall,
     LeaveCall,
     LetGoCall,
+    PartRead,
+    PartsStay,
     Prefilled,
     TakeOverCall,
 )
@@ -40,6 +44,7 @@ from sglang_adapt.core.layout import EngineSpec, Role
 from sglang_adapt.kv.leases import CopyTicket
 from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.policy.roles import Taker, choose_taker
+from sglang_adapt.router.ahead import Ahead, Going
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.lives import Lives
@@ -86,6 +91,7 @@ class _Move:
     deaths: int
     due: set[str]
     arrived: asyncio.Future[None]
+    ahead: list[Going | None]
 
     @property
     def holds(self) -> list[int]:
@@ -99,12 +105,14 @@ class Told:
     Attributes:
         counts: `handed_over`, `kept` (decoded where they were prefilled, for want of room or of roles), `recomputed`
             (their taker died) and `given_up` (by their clients, on the way).
+        ahead_tokens: of those handed over, tokens whose KV had gone ahead.
         count: called with an outcome and how many requests it had.
         took: called with the seconds of each hand-over, from the source's word to the taker's answer.
         waits: called with how many requests wait for room now.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
+    ahead_tokens: int = 0
     count: Callable[[str, int], None] = lambda outcome, requests: None
     took: Callable[[float], None] = lambda seconds: None
     waits: Callable[[int], None] = lambda requests: None
@@ -156,6 +164,7 @@ class Handovers:
         self._mapping: set[EngineSpec] = set()
         self._settling = False
         self._tasks = Tasks()
+        self._ahead = Ahead(router, pools, self._tasks, self._ask, self._choose_ahead, self._came_back)
         self.told = Told()
 
     @property
@@ -164,8 +173,11 @@ class Handovers:
         return len(self._waiting)
 
     def said(self) -> dict[str, int]:
-        """For the control endpoint: requests that wait, are under way, and what has become of others."""
-        return {"waiting": self.waiting, "under_way": sum(len(move.due) for move in self._moves), **self.told.counts}
+        """For the control endpoint: requests that wait, are under way, and what has become of others; tokens that had
+        gone ahead."""
+        under_way = sum(len(move.due) for move in self._moves)
+        ahead = {"ahead_tokens": self.told.ahead_tokens} if self.told.ahead_tokens else {}
+        return {"waiting": self.waiting, "under_way": under_way, **self.told.counts, **ahead}
 
     # What happens.
 
@@ -182,6 +194,11 @@ class Handovers:
                     self._waiting[spec, hold] = Prompt(request, hold, spec, deaths, mine, now)
                 self._place()
                 self._look_again()
+            case PartRead() as part:
+                if not self._settling and self._router.roles.get(name) is Role.PREFILL:
+                    self._ahead.read(spec, part)
+            case PartsStay(rids):
+                self._ahead.forget([going for going in self._ahead if going.source == spec and going.rid in rids])
             case Arrived(rids):
                 for move in [move for move in self._moves if move.taker == spec]:
                     move.due.difference_update(rids)
@@ -193,6 +210,7 @@ class Handovers:
         spec = self._specs.get(engine.name)
         if spec is not None:
             self._full.discard(spec)
+        self._ahead.prune()
         if self._waiting:
             self._place()
 
@@ -202,12 +220,14 @@ class Handovers:
         for move in self._moves:
             if move.taker == spec and not move.arrived.done():
                 move.arrived.set_exception(EngineGoneError(f"{spec} died before the KV had arrived"))
+        self._ahead.prune()
         self.wake()
 
     def wake(self) -> None:
         """Roles, engines or time have changed: tell sources what they are, and place what waits."""
         if self._settling:
             return
+        self._ahead.prune()
         for name, role in self._router.roles.items():
             spec = self._specs[name]
             if not self._up.is_up(spec):
@@ -225,8 +245,10 @@ class Handovers:
     # A switch of layout.
 
     async def settle(self) -> None:
-        """Until `resume` nothing is handed over: what is under way arrives, what waits goes on at its source."""
+        """Until `resume` nothing is handed over: what is under way arrives, what waits goes on at its source, what went
+        ahead is forgotten."""
         self._settling = True
+        self._ahead.forget(self._ahead)
         for spec in list(self._leaving):
             self._let_leave(spec, False)
         while self._tasks or self._waiting:
@@ -247,6 +269,7 @@ class Handovers:
         keep: dict[EngineSpec, list[int]] = {}
         forget: dict[EngineSpec, list[int]] = {}
         takers = self._takers() if self._waiting else {}
+        pressed = self._takers(ahead=False) if self._waiting else {}
         now = monotonic()
         for prompt in list(self._waiting.values()):
             source = prompt.source
@@ -254,8 +277,9 @@ class Handovers:
                 pass
             elif prompt.rid not in self._engine(source).in_flight:
                 forget.setdefault(source, []).append(prompt.hold)
+                self._forget_ahead(prompt)
                 self.told.add("given_up", 1)
-            elif (taker := self._taker(prompt, takers)) is not None:
+            elif (taker := self._taker(prompt, takers, pressed)) is not None:
                 moves.setdefault((source, taker), []).append(prompt)
             elif (
                 self._settling
@@ -264,6 +288,7 @@ class Handovers:
                 or now - prompt.since_s >= self._most_wait_s
             ):
                 keep.setdefault(source, []).append(prompt.hold)
+                self._forget_ahead(prompt)
             else:
                 continue
             del self._waiting[source, prompt.hold]
@@ -275,47 +300,70 @@ class Handovers:
             self._tasks.start(self._keep(source, holds))
         self.told.waits(len(self._waiting))
 
-    def _takers(self) -> dict[str, Taker]:
-        """The engines that can take requests over now."""
-        if self._settling:
-            return {}
+    def _takers(self, ahead: bool = True) -> dict[str, Taker]:
+        """The engines that can take requests over now; their room with or without what goes ahead to them."""
         takers = {}
-        for name, role in self._router.roles.items():
+        for name in self._router.roles:
             spec, engine = self._specs[name], self._router.engines[name]
-            ready = engine.state is EngineState.READY and self._is_mapped(spec)
-            if role is Role.PREFILL or not ready or spec in self._full:
+            if spec in self._full or not self._may_take(spec):
                 continue
             page = self._pools.settings.geometry.tokens_per_block(spec.tp)
             coming = [prompt for move in self._moves if move.taker == spec for prompt in move.prompts]
-            on_the_way = [prompt for prompt in coming if prompt.rid in self._router.moving.in_flight]
+            on_the_way = [prompt.request.length for prompt in coming if prompt.rid in self._router.moving.in_flight]
+            on_the_way += [going.length for going in self._ahead.to(spec)] if ahead else []
             held = sum(engine.in_flight.values()) + sum(len(self._router.journal[rid].ids) for rid in engine.in_flight)
-            held += sum(prompt.request.length for prompt in on_the_way)
             requests = len(engine.in_flight) + len(on_the_way)
-            takers[name] = Taker(name, page, self._pools.counts(spec)[0], held, requests)
+            takers[name] = Taker(name, page, self._pools.counts(spec)[0], held + sum(on_the_way), requests)
         return takers
 
-    def _taker(self, prompt: Prompt, takers: dict[str, Taker]) -> EngineSpec | None:
-        """Who takes a request over; its room is noted."""
+    def _may_take(self, spec: EngineSpec) -> bool:
+        """Does an engine take requests over now, if it has room?"""
+        role = self._router.roles.get(spec.name)
+        ready = self._router.engines[spec.name].state is EngineState.READY and self._is_mapped(spec)
+        return ready and not self._settling and role is not None and role is not Role.PREFILL
+
+    def _taker(self, prompt: Prompt, takers: dict[str, Taker], pressed: dict[str, Taker]) -> EngineSpec | None:
+        """Who takes a request over; its room is noted.
+
+        Args:
+            takers, pressed: with and without what goes ahead of requests that are still being read. Those make way
+                where nobody else has room.
+        """
         if self._router.roles.get(prompt.source.name) is not Role.PREFILL:
             return None
-        room = [taker for taker in takers.values() if self._holds(taker.name, prompt)]
-        taker = choose_taker(self._within_targets(prompt.rid, room), prompt.request.length)
-        # Its target is missed by less elsewhere than where prompts are read.
-        taker = taker or choose_taker(room, prompt.request.length)
-        if taker is None:
-            return None
-        takers[taker.name] = taker.after(prompt.request.length)
-        return self._specs[taker.name]
+        request = prompt.request
+        going = self._ahead.of(prompt.source, prompt.deaths, prompt.rid)
+        if going is not None and going.taker is not None and self._may_take(going.taker):
+            if going.taker.name in pressed:
+                pressed[going.taker.name] = pressed[going.taker.name].after(request.length)
+            return going.taker
+        for rooms in (takers, pressed):
+            taker = self._choose(prompt.rid, request.length, request.most_tokens, rooms)
+            if taker is not None:
+                takers[taker.name] = takers[taker.name].after(request.length)
+                pressed[taker.name] = pressed[taker.name].after(request.length)
+                return taker
+        return None
 
-    def _holds(self, name: str, prompt: Prompt) -> bool:
+    def _choose_ahead(self, going: Going) -> EngineSpec | None:
+        return self._choose(going.rid, going.length, going.most_tokens, self._takers())
+
+    def _choose(self, rid: str, length: int, most_tokens: int, takers: dict[str, Taker]) -> EngineSpec | None:
+        room = [taker for taker in takers.values() if self._holds(taker.name, rid, most_tokens)]
+        # Its target is missed by less elsewhere than where prompts are read.
+        taker = choose_taker(self._within_targets(rid, room), length) or choose_taker(room, length)
+        return None if taker is None else self._specs[taker.name]
+
+    def _holds(self, name: str, rid: str, most_tokens: int) -> bool:
         """Has an engine room for all that a request may come to have, prompt and output?"""
         limit = self._pools.settings.request_tokens[self._specs[name].tp]
-        return prompt.request.most_tokens <= limit and self._router.long.holds(name, prompt.rid)
+        return most_tokens <= limit and self._router.long.holds(name, rid)
 
     def _may_ever_go(self, prompt: Prompt) -> bool:
         """Is there an engine that decodes and holds a request, whether or not it has room now?"""
         roles = self._router.roles.items()
-        return any(role is not Role.PREFILL and self._holds(name, prompt) for name, role in roles)
+        rid, most = prompt.rid, prompt.request.most_tokens
+        return any(role is not Role.PREFILL and self._holds(name, rid, most) for name, role in roles)
 
     def _within_targets(self, rid: str, takers: list[Taker]) -> list[Taker]:
         """Those of its tier that keep a request's target, and those of what they have."""
@@ -335,7 +383,8 @@ class Handovers:
             self._pools.kill(source, str(error))
             return
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        move = _Move(source, taker, prompts, self._pools.deaths(taker), set(rids), arrived)
+        ahead = [self._ahead.claim(source, prompt.deaths, prompt.rid, taker, prompt.blocks) for prompt in prompts]
+        move = _Move(source, taker, prompts, self._pools.deaths(taker), set(rids), arrived, ahead)
         self._moves.append(move)
         self._router.detach(self._engine(source), rids)
         self._tasks.start(self._move(move, ticket))
@@ -361,12 +410,17 @@ class Handovers:
         router = self._router
         rids = [prompt.rid for prompt in move.prompts]
         sources = [KvSource(list(move.source.gpus), prompt.blocks) for prompt in move.prompts]
+        numbers = [0 if going is None else going.number for going in move.ahead]
         try:
-            await self._ask(move.taker, TakeOverCall([prompt.request for prompt in move.prompts], sources))
+            call = TakeOverCall([prompt.request for prompt in move.prompts], sources, numbers)
+            answers = await self._ask(move.taker, call)
         except CallRefusedError as error:
             logger.info("%s takes over nothing for now: %s", move.taker, error)
+            ahead, move.ahead = move.ahead, []
             self._end_copy(move, ticket)
             self._full.add(move.taker)
+            for going in filter(None, ahead):
+                self._ahead.drop(going)
             self._back_to_source(move, str(error))
             return
         except EngineCallError as error:
@@ -379,6 +433,7 @@ class Handovers:
         for prompt in move.prompts:
             self.told.took(now - prompt.since_s)
         self.told.add("handed_over", len(rids))
+        self.told.ahead_tokens += answers[0].ahead_tokens
         router.arrive(self._engine(move.taker), rids)
         try:
             await move.arrived
@@ -422,9 +477,24 @@ class Handovers:
 
     def _end_copy(self, move: _Move, ticket: CopyTicket) -> None:
         self._pools.end_copy(ticket)
+        for going in filter(None, move.ahead):
+            self._ahead.arrived(going)
         if self._pools.deaths(move.source) != move.prompts[0].deaths:
             # Blocks that were read until now have come back only now.
             self._blocks_came_back()
+
+    def _forget_ahead(self, prompt: Prompt) -> None:
+        going = self._ahead.of(prompt.source, prompt.deaths, prompt.rid)
+        if going is not None:
+            self._ahead.forget([going])
+
+    def _came_back(self, taker: EngineSpec, source_died: bool) -> None:
+        """A taker has forgotten what went ahead to it, or is gone: there are free blocks."""
+        self._full.discard(taker)
+        if source_died:
+            # Blocks that were read until now have come back only now.
+            self._blocks_came_back()
+        self._place()
 
     async def _keep(self, source: EngineSpec, holds: Sequence[int]) -> None:
         """Let a source go on with requests; those given up meanwhile it forgets."""
@@ -449,11 +519,13 @@ class Handovers:
             known = self._leaving.pop(spec, None)
             if known is None or known[0] != deaths or not self._up.is_up(spec):
                 return
-        self._tasks.start(self._tell(spec, on))
+        self._tasks.start(self._tell(spec, LeaveCall(on, self._pools.unit_tokens if on else 0)))
 
-    async def _tell(self, spec: EngineSpec, on: bool) -> None:
-        if await self._ask_source(spec, LeaveCall(on)) is not None:
-            logger.info("%s %s", spec, "hands requests over when it has prefilled them" if on else "is mixed again")
+    async def _tell(self, spec: EngineSpec, call: LeaveCall) -> None:
+        if await self._ask_source(spec, call) is not None:
+            logger.info(
+                "%s %s", spec, "hands requests over when it has prefilled them" if call.on else "is mixed again"
+            )
 
     async def _map(self, spec: EngineSpec) -> None:
         try:

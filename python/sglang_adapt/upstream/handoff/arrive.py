@@ -1,9 +1,10 @@
 """The destination of a hand-over: pages of the lease, the copy into them while the engine runs on, and a place in the
-next batch after it.
+next batch after it. What has come ahead (`early`) is not copied again.
 
 Taken up in the dispatcher, on all ranks in the same iteration: what can fail comes first. The copy starts after the
 batch in flight, because a page may just have been left by a request that this batch still computes. An engine that runs
 something goes on meanwhile, and lets the requests in before the batch after the next; an idle one waits for the copy.
+Where room was made ahead, the copy starts at once, and the requests are in the next batch if little is left to copy.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from sglang_adapt.core.handoff import CarriedRequest
+from sglang_adapt.core.handover import AheadCall
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.kv.lanes import NOW, Mark
+from sglang_adapt.upstream.handoff import early
 from sglang_adapt.upstream.handoff.adopt import AdoptError, Arrival, check_fits, seat
 from sglang_adapt.upstream.handoff.agree import on_all_ranks
 from sglang_adapt.upstream.handoff.batch import join_running
@@ -25,9 +28,13 @@ from sglang_adapt.upstream.handoff.pack import Unpacked, unpack
 from sglang_adapt.upstream.handoff.quiesce import requests_of
 from sglang_adapt.upstream.kv_lease import EngineLease
 
-StartCopy = Callable[[list[list[int]], Mark], Callable[[], None]]
-"""`start_copy(pages, after)`: begins, after a mark, to bring the KV of each request into these pages of this rank; what
-it returns waits for the end."""
+AT_ONCE = 2048
+"""So many tokens of the requests of a call, less what came ahead, are waited for by an engine that runs something, if
+their copy need not start after the batch in flight: a millisecond at most, while that batch is computed."""
+
+StartCopy = Callable[[list[list[int]], list[int], Mark], Callable[[], None]]
+"""`start_copy(pages, first, after)`: begins, after a mark, to bring the KV of each request, from its token `first` on,
+into these pages of this rank, of which the first holds that token; what it returns waits for the end."""
 
 
 @dataclass
@@ -50,33 +57,43 @@ _coming: list[_Coming] = []
 _aborted: list[tuple[str, bool]] = []
 
 
+def coming() -> int:
+    """Requests whose KV is being copied."""
+    return sum(len(one.arrivals) for one in _coming)
+
+
 def abort(rid: str, abort_all: bool) -> None:
     """An abort has come: requests that do not run yet are aborted when they do."""
-    if any(abort_all or one.req.rid.startswith(rid) for coming in _coming for one in coming.arrivals):
+    if any(abort_all or arrival.req.rid.startswith(rid) for one in _coming for arrival in one.arrivals):
         _aborted.append((rid, abort_all))
 
 
 def take_over(
     scheduler: Any,
     requests: Sequence[CarriedRequest],
+    ahead: Sequence[int],
     start_copy: StartCopy,
     landed: Callable[[list[str]], None],
     laps: Laps,
-) -> None:
-    """Make room for requests and begin to bring their KV.
+) -> int:
+    """Make room for requests and begin to bring what has not come ahead of their KV. Returns how many tokens had.
 
     Args:
         requests: of kind RUNNING.
+        ahead: for each the number by which parts of it came ahead, or 0.
         landed: called when their KV is there on all ranks, and they run.
         laps: gets the time of each step.
 
     Raises:
         AdoptError: no room or no slot; or a request that is here already, or is too long.
         UnpackError, GrammarError, OtherRankFailedError: likewise nothing has changed.
-        Exception: whatever `start_copy` raises; the same.
+        Exception: whatever `start_copy` raises; the same. But what came ahead of other requests may be given up.
     """
     size = scheduler.page_size
-    counts = [-(-request.kv_tokens // size) for request in requests]
+    there = [early.of(number, request.rid) for number, request in zip(ahead, requests, strict=True)]
+    needed = [-(-request.kv_tokens // size) for request in requests]
+    counts = [max(0, count - len(one.pages)) for count, one in zip(needed, there, strict=True)]
+    early.give_up(scheduler, sum(counts) + _needed_soon(scheduler, len(requests)), keep=ahead)
 
     def make() -> list[Unpacked]:
         _check_room(scheduler, len(requests), sum(counts))
@@ -85,39 +102,62 @@ def take_over(
     made = on_all_ranks(scheduler, "take requests over", make)
     laps.lap("make")
     pages = _allocate(scheduler, counts)
+    first = [one.tokens for one in there]
+    ready = not any(counts) and not any(one.fresh for one in there)
+    after = NOW if ready else _after_batch(scheduler)
+    whole = [[*one.pages, *mine][:count] for one, mine, count in zip(there, pages, needed, strict=True)]
+    rest = [mine[begin // size :] for mine, begin in zip(whole, first, strict=True)]
+    copies: list[Callable[[], None]] = []
     try:
-        wait = on_all_ranks(scheduler, "start the copy", lambda: start_copy(pages, _after_batch(scheduler)))
+        on_all_ranks(scheduler, "start the copy", lambda: copies.append(start_copy(rest, first, after)))
     except Exception:
-        _free(scheduler, pages)
+        for wait in copies:
+            wait()
+        early.free(scheduler, [page for mine in pages for page in mine])
         raise
     laps.lap("start copy")
-    arrivals = [Arrival(unpacked, mine, runs=True) for unpacked, mine in zip(made, pages, strict=True)]
+
+    def wait_for_all() -> None:
+        for wait in [*(one.wait for one in there), *copies]:
+            wait()
+
+    early.take(ahead)
+    early.free(scheduler, [page for one, count in zip(there, needed, strict=True) for page in one.pages[count:]])
+    arrivals = [Arrival(unpacked, mine, runs=True) for unpacked, mine in zip(made, whole, strict=True)]
     idle = scheduler.last_batch is None or scheduler.running_batch.is_empty()
-    _coming.append(_Coming(arrivals, wait, landed, due=idle))
+    little = sum(request.kv_tokens for request in requests) - sum(first) <= AT_ONCE
+    _coming.append(_Coming(arrivals, wait_for_all, landed, due=idle or (ready and little)))
+    return sum(first)
+
+
+def bring_ahead(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], Mark], Callable[[], None]]) -> None:
+    """Make room for a request that is read elsewhere, and begin to bring the KV of a part. Raises as `early.bring`."""
+    after = _after_batch(scheduler)
+    early.bring(
+        scheduler, call, lambda pages, fresh: start_copy(pages, after if fresh else NOW), _needed_soon(scheduler, 1)
+    )
 
 
 @before_each_batch
 def land(scheduler: Any) -> bool:
     """Let requests in whose copy had a batch to run beside."""
-    due = [coming for coming in _coming if coming.due or scheduler.last_batch is None]
+    due = [one for one in _coming if one.due or scheduler.last_batch is None]
+    _coming[:] = [one for one in _coming if one not in due]
+    for one in _coming:
+        one.due = True
     if not due:
-        for coming in _coming:
-            coming.due = True
         return False
-    _coming[:] = [coming for coming in _coming if coming not in due]
-    for coming in _coming:
-        coming.due = True
 
     def wait() -> None:
-        for coming in due:
-            coming.wait()
+        for one in due:
+            one.wait()
 
     on_all_ranks(scheduler, "copy", wait)
-    arrivals = [arrival for coming in due for arrival in coming.arrivals]
+    arrivals = [arrival for one in due for arrival in one.arrivals]
     seat(scheduler, arrivals)
     join_running(scheduler, [arrival.req for arrival in arrivals])
-    for coming in due:
-        coming.landed([arrival.req.rid for arrival in coming.arrivals])
+    for one in due:
+        one.landed([arrival.req.rid for arrival in one.arrivals])
     if _aborted:
         _carry_out_aborts(scheduler)
     return True
@@ -128,7 +168,7 @@ def _carry_out_aborts(scheduler: Any) -> None:
 
     aborts, _aborted[:] = list(_aborted), []
     for rid, abort_all in aborts:
-        if any(abort_all or one.req.rid.startswith(rid) for coming in _coming for one in coming.arrivals):
+        if any(abort_all or arrival.req.rid.startswith(rid) for one in _coming for arrival in one.arrivals):
             _aborted.append((rid, abort_all))
         scheduler.abort_request(AbortReq(rid=rid, abort_all=abort_all))
 
@@ -136,7 +176,7 @@ def _carry_out_aborts(scheduler: Any) -> None:
 def _make(scheduler: Any, carried: CarriedRequest) -> Unpacked:
     """A request of this engine, with its grammar; nothing changes but the cache of grammars."""
     there = {req.rid for req in requests_of(scheduler)}
-    if carried.rid in there or any(one.req.rid == carried.rid for coming in _coming for one in coming.arrivals):
+    if carried.rid in there or any(arrival.req.rid == carried.rid for one in _coming for arrival in one.arrivals):
         raise AdoptError(f"request {carried.rid} is on this engine already")
     check_fits(scheduler, carried, range(-(-carried.kv_tokens // scheduler.page_size)))
     unpacked = unpack(carried, scheduler)
@@ -146,37 +186,26 @@ def _make(scheduler: Any, carried: CarriedRequest) -> Unpacked:
 
 
 def _check_room(scheduler: Any, requests: int, pages: int) -> None:
-    """Raises AdoptError if slots or pages are short; each request that runs may need one more page soon."""
-    coming = sum(len(one.arrivals) for one in _coming)
-    running = len(scheduler.running_batch.reqs)
-    slots = min(len(scheduler.req_to_token_pool.free_slots) - coming, scheduler.max_running_requests - running - coming)
+    """Raises AdoptError if slots or pages are short."""
+    running, others = len(scheduler.running_batch.reqs), coming()
+    slots = min(len(scheduler.req_to_token_pool.free_slots) - others, scheduler.max_running_requests - running - others)
     if requests > slots:
         raise AdoptError(f"{requests} requests are to be taken over, there are slots for {max(0, slots)}")
     spare = EngineLease.of(scheduler).spare_pages
-    needed = pages + running + coming + requests
+    needed = pages + _needed_soon(scheduler, requests)
     if needed > spare:
         raise AdoptError(f"{needed} blocks are needed to take requests over and go on, {spare} can be had")
 
 
+def _needed_soon(scheduler: Any, requests: int) -> int:
+    """Each request that runs, comes, or is one of so many new ones, may need one more page soon."""
+    return len(scheduler.running_batch.reqs) + coming() + requests
+
+
 def _allocate(scheduler: Any, counts: Sequence[int]) -> list[list[int]]:
     """Pages of the lease for each request, after `_check_room`."""
-    from sglang.srt.mem_cache.common import evict_from_tree_cache
-
-    size, total = scheduler.page_size, sum(counts)
-    allocator = scheduler.token_to_kv_pool_allocator
-    evict_from_tree_cache(scheduler.tree_cache, total * size)
-    rows = allocator.alloc(total * size)
-    if rows is None:
-        raise RuntimeError(f"{total} pages were there and could not be had")
-    pages: list[int] = (rows[::size] // size).tolist()
+    pages = early.allocate(scheduler, sum(counts))
     return [pages[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
-
-
-def _free(scheduler: Any, pages: Sequence[Sequence[int]]) -> None:
-    from sglang_adapt.upstream.handoff.adopt import slots_of
-
-    flat = [page for mine in pages for page in mine]
-    scheduler.token_to_kv_pool_allocator.free(slots_of(scheduler, flat))
 
 
 def _after_batch(scheduler: Any) -> Mark:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_adapt.upstream.handoff import arrive, leave
+from sglang_adapt.upstream.handoff import arrive, early, leave
 from sglang_adapt.upstream.handoff.held import held
 from sglang_adapt.upstream.kv_pool import current_pool
 from sglang_adapt.upstream.patch import Patch
@@ -31,7 +31,7 @@ class HeldSlotsAreNotLost(Patch):
 
 
 class HeldTokensAreNotLost(Patch):
-    """Tells stock's leak check of the pages of requests that wait to be handed over, which are in the lease."""
+    """Tells stock's leak check of the leased pages of requests that wait to be handed over, and of what came ahead."""
 
     target = (
         "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver.session_held_tokens"
@@ -40,18 +40,19 @@ class HeldTokensAreNotLost(Patch):
 
     @staticmethod
     def hook(result: int, self: Any) -> int:
-        return result + leave.held_tokens(current_pool().page_size)
+        size = current_pool().page_size
+        return result + leave.held_tokens(size) + early.pages_ahead() * size
 
 
 class NoFlushUnderHeldRequests(Patch):
-    """Refuses to flush the cache while requests are held: stock sees an idle engine and would free their KV."""
+    """Refuses to flush the cache while requests are held or come: stock sees an idle engine and would free their KV."""
 
     target = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
     kind = "around"
 
     @staticmethod
     def hook(original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any) -> bool:
-        if held() is None and not leave.held_requests():
+        if held() is None and not (leave.held_requests() or arrive.coming() or early.requests_ahead()):
             return original(self, *args, **kwargs)
         logger.warning("Cache not flushed: requests are on the move from this engine")
         return False

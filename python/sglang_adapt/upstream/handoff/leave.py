@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
+from sglang_adapt.upstream.handoff import reading
 from sglang_adapt.upstream.handoff.agree import OtherRankFailedError, on_all_ranks
 from sglang_adapt.upstream.handoff.batch import join_running
 from sglang_adapt.upstream.handoff.export import ExportError, kv_tokens_of, pages_of
@@ -80,16 +81,24 @@ def abort(scheduler: Any, rid: str, abort_all: bool) -> None:
 @before_each_batch
 def leave(scheduler: Any) -> bool:
     """Take out what the last batch has read to its end."""
+    if _leaving.tell is None:
+        return False
     last = scheduler.last_batch
-    if _leaving.tell is None or last is None or not last.forward_mode.is_extend():
-        return False
-    ended = {req.rid for req in last.reqs if req is not scheduler.chunked_req}
-    if not ended:
-        return False
+    ended = []
+    if last is not None and last.forward_mode.is_extend():
+        ended = [req for req in last.reqs if req is not scheduler.chunked_req]
+    reading.launched(scheduler, ended)
+    gone = _take_out(scheduler, {req.rid for req in ended}) if ended else []
+    reading.left(scheduler, gone)
+    return bool(ended)
+
+
+def _take_out(scheduler: Any, ended: Collection[str]) -> list[Any]:
+    """Settle the last batch, and take those out that can be handed over; returns them."""
     drain(scheduler)
     reqs = [req for req in scheduler.running_batch.reqs if req.rid in ended and _may_leave(req)]
     if not reqs:
-        return True
+        return []
 
     def make() -> tuple[list[CarriedRequest], list[list[int]]]:
         tokens = [kv_tokens_of(req, RequestKind.RUNNING) for req in reqs]
@@ -102,14 +111,15 @@ def leave(scheduler: Any) -> bool:
         requests, pages = on_all_ranks(scheduler, "hand requests over", make)
     except (ExportError, OtherRankFailedError) as error:
         logger.error("%d requests are decoded here, because they cannot be handed over: %s", len(reqs), error)
-        return True
+        return []
     rids = {req.rid for req in reqs}
     take(scheduler, lambda req: req.rid in rids)
     holds = list(range(_leaving.last + 1, _leaving.last + 1 + len(reqs)))
     _leaving.last += len(reqs)
     _leaving.held |= dict(zip(holds, reqs, strict=True))
+    assert _leaving.tell is not None
     _leaving.tell(scheduler, requests, holds, pages)
-    return True
+    return reqs
 
 
 def let_go(scheduler: Any, holds: Collection[int]) -> None:
