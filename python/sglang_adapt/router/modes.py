@@ -459,6 +459,10 @@ class Modes:
             if pools.deaths(spec) == deaths:
                 pools.refused(spec, reserved, lent)
             raise
+        except Exception:
+            # A fault in this program, for which the engine is killed.
+            pools.end_copy_when_gone(spec, deaths, ticket)
+            raise
         pools.end_copy(ticket)
         ahead = [arrival.sent.pages for arrival in arrivals if arrival.sent is not None]
         pools.adopted(spec, np.concatenate([reserved, *ahead], axis=1))

@@ -73,6 +73,7 @@ class Pools:
         self._deaths = dict.fromkeys(self._ranks, 0)
         self._counts: dict[EngineSpec, tuple[int, int]] = {}
         self._gone: dict[EngineSpec, asyncio.Future[None]] = {}
+        self._to_end: dict[EngineSpec, list[CopyTicket]] = {}
 
     def open(self, handles: Mapping[int, RegionHandle]) -> None:
         """Map the keepers' ledger regions by GPU, and start an empty ledger in each that is new.
@@ -153,6 +154,8 @@ class Pools:
         self._counts.clear()
         count = self._leases.engine_died(self._ranks[spec], self.epoch)
         self._deaths[spec] += 1
+        for ticket in self._to_end.pop(spec, ()):
+            self.end_copy(ticket)
         if (waiter := self._gone.pop(spec, None)) is not None:
             waiter.set_result(None)
         return count
@@ -283,6 +286,13 @@ class Pools:
         self._counts.clear()
         self._leases.end_copy(ticket, self.epoch)
         self._freed()
+
+    def end_copy_when_gone(self, spec: EngineSpec, deaths: int, ticket: CopyTicket) -> None:
+        """Nobody knows whether an engine that had died `deaths` times, and is being killed, still copies."""
+        if self._deaths[spec] > deaths:
+            self.end_copy(ticket)
+        else:
+            self._to_end.setdefault(spec, []).append(ticket)
 
     async def ask(self, spec: EngineSpec, name: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
         """Call an engine in the present epoch. It is killed if nobody knows what it did.

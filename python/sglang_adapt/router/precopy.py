@@ -141,6 +141,10 @@ class Precopy:
             if pools.deaths(spec) == deaths:
                 pools.cancel(spec, reserved)
             return
+        except Exception:
+            # A fault in this program, for which the engine is killed.
+            pools.end_copy_when_gone(spec, deaths, ticket)
+            raise
         pools.end_copy(ticket)
         switch.note_steps("precopy", (answer.steps_ms for answer in answers))
         for (_, snapshot), mine in zip(group, pages, strict=True):
