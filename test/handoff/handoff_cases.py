@@ -55,7 +55,7 @@ def running(node: Node) -> dict[str, Asked]:
 def late() -> dict[str, Asked]:
     """A prompt that is read in many chunks, with its logprobs, and requests that wait behind it."""
     return {
-        "long": Asked(prompt(700, 8), {"max_new_tokens": 12}, logprobs_from=600, top=1),
+        "long": Asked(prompt(1400, 8), {"max_new_tokens": 12}, logprobs_from=1300, top=1),
         "waits": Asked(prompt(50, 9), {"max_new_tokens": 12}),
         "waits.json": Asked(prompt(20, 10), {"max_new_tokens": 24, "json_schema": SCHEMA, "ignore_eos": False}),
     }

@@ -17,7 +17,7 @@ from sglang_adapt.kv.leases import EngineRanks
 pytestmark = pytest.mark.engine
 
 GEOMETRY = PoolGeometry(
-    layers=3, kv_heads=8, head_dim=32, itemsize=4, finest_tp=2, block_bytes=4 * 8 * 32 * 4, blocks=500
+    layers=3, kv_heads=8, head_dim=32, itemsize=4, finest_tp=2, block_bytes=4 * 8 * 32 * 4, blocks=1000
 )
 ENGINES = (EngineRanks(1, "tp1@0", (0,)), EngineRanks(2, "tp1@1", (1,)), EngineRanks(3, "tp2@0-1", (0, 1)))
 ARGS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from forked_servers import ForkedServer
+from two_processes import shared_by
 
 from server import Server
 from sglang_adapt.demo import demo_model_path
@@ -24,6 +25,19 @@ SERVERS = {
 }
 LAYOUTS = {"tp1": ("two", "tp1@0,tp1@1"), "tp2": ("two", "tp2@0-1"), "tp4": ("four", None)}
 """By key: the server that has it, and the layout to go over to."""
+
+
+_of_the_session: list[Callable[[], None]] = []
+"""End the servers of the session."""
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Of two processes each runs the tests that share servers in a row: behind the last one these end, for the sake of
+    memory."""
+    if hasattr(item.config, "workerinput") and nextitem is not None:
+        here, there = (shared_by(one.nodeid.partition("::")[0]) for one in (item, nextitem))
+        while here != there and _of_the_session:
+            _of_the_session.pop()()
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +70,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S
         return server
 
     with _Servers(tmp_path_factory) as servers:
+        _of_the_session.append(servers.stop)
         yield get
 
 
@@ -76,6 +91,9 @@ class _Servers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         for server in self._running:
             server.stop()
 
@@ -86,6 +104,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("logs") / "stock.log"
     flags = [*STOCK_FLAGS, "--sleep-on-idle"]
     with Server("stock", "sglang.launch_server", flags, log, {"OMP_NUM_THREADS": "1"}) as server:
+        _of_the_session.append(server.stop)
         yield server
 
 
@@ -105,4 +124,5 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config.write_text(SHOWN_TIERS)
     with _Servers(tmp_path_factory) as servers:
         flags = ["--adapt-virtual-gpus", "2", "--adapt-slo-config", str(config), "--adapt-policy", "auto"]
+        _of_the_session.append(servers.stop)
         yield servers.start("shown", *flags, "--adapt-sp", "32", "--enable-metrics")
