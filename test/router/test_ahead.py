@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -11,8 +10,6 @@ from hypothesis import strategies as st
 from sglang.srt.managers import io_struct
 from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SPLIT, TWO, Node
 from test_handovers import SplitStory, run, split
-
-from sglang_adapt.router.switch import SwitchRefusedError
 
 SOURCE, TAKER = "tp1@0", "tp1@1"
 AHEAD = ("AheadCall", "ForgetCall", "TakeOverCall", "LetGoCall", "KeepCall", "LeaveCall", "ExportCall", "recover")
@@ -268,17 +265,4 @@ class AheadStory(SplitStory):
     [("request", 300), ("part", (0, 100)), ("wait", 9), ("die", SOURCE), ("wait", 3), ("switch", (SPLIT, "auto"))],
 )
 def test_anything_in_any_order(story: list[tuple[str, object]]) -> None:
-    async def tell() -> None:
-        told = AheadStory()
-        await told.begin()
-        for kind, value in story:
-            await told.step(kind, value)
-        told.node.faults, told.node.during, told.node.turns = {}, {}, {}
-        await told.node.settle()
-        told.node.prefill()
-        await told.node.settle()
-        with contextlib.suppress(SwitchRefusedError):
-            await told.node.switch(SPLIT)
-        await told.end()
-
-    asyncio.run(tell())
+    asyncio.run(AheadStory().tell(story))

@@ -289,22 +289,22 @@ class SplitStory(Story):
             case _:
                 await super().step(kind, value)
 
+    async def tell(self, story: list[tuple[str, object]]) -> None:
+        """The whole story, and then all goes on without faults, to its end."""
+        await self.begin()
+        for kind, value in story:
+            await self.step(kind, value)
+        self.node.faults, self.node.during, self.node.turns = {}, {}, {}
+        await self.node.settle()
+        self.node.prefill()
+        await self.node.settle()
+        with contextlib.suppress(SwitchRefusedError):
+            await self.node.switch(SPLIT)
+        await self.end()
+
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(steps, min_size=3, max_size=25))
 @example([("request", 30), ("land", ("tp1@1", 30)), ("prefill", 0), ("wait", 4), ("die", "tp1@1"), ("wait", 9)])
 def test_anything_in_any_order(story: list[tuple[str, object]]) -> None:
-    async def tell() -> None:
-        told = SplitStory()
-        await told.begin()
-        for kind, value in story:
-            await told.step(kind, value)
-        told.node.faults, told.node.during, told.node.turns = {}, {}, {}
-        await told.node.settle()
-        told.node.prefill()
-        await told.node.settle()
-        with contextlib.suppress(SwitchRefusedError):
-            await told.node.switch(SPLIT)
-        await told.end()
-
-    asyncio.run(tell())
+    asyncio.run(SplitStory().tell(story))
