@@ -121,6 +121,8 @@ class Layout:
             raise ValueError(f"{len(self.roles)} roles are given for {len(self.engines)} engines")
 
     def __str__(self) -> str:
+        if not self.roles:
+            return ",".join([engine.name for engine in self.engines])
         return ",".join(
             engine.name if role is Role.MIXED else f"{engine.name}:{role}" for engine, role in self.role_of.items()
         )

@@ -84,7 +84,7 @@ def with_one(tp: int, rest: int, sizes: Sequence[int], gpus: int) -> Counter[int
 
 def count(layout: Layout) -> Counter[int]:
     """Engines of a layout by TP size."""
-    return Counter(engine.tp for engine in layout.engines)
+    return Counter([engine.tp for engine in layout.engines])
 
 
 def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float], bound: Collection[str] = ()) -> Layout:

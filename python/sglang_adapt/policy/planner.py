@@ -220,7 +220,8 @@ def plan(now: Situation) -> Plan:
     if stuck is not None:
         wanted = now.layout
     cost = bill(now.price, now.layout, wanted, now.running)
-    windows = now.history.windows + 1 if str(wanted) == now.history.wanted else 1
+    named = str(wanted)
+    windows = now.history.windows + 1 if named == now.history.wanted else 1
     move, trigger, strategy, reason = (
         False,
         None,
@@ -242,7 +243,7 @@ def plan(now: Situation) -> Plan:
         else:
             move, reason = True, why
     served = wanted if move else now.layout
-    history = History(waited, str(wanted), windows, longest, since)
+    history = History(waited, named, windows, longest, since)
     tiers = tiers_of(wanted, rows)
     of_served = tiers if served == wanted else tiers_of(served, rows)
     return Plan(
@@ -304,6 +305,8 @@ def _holds(counts: Counts, speeds: Mapping[int, Speed]) -> int:
 
 def _reading(layout: Layout) -> Counter[int]:
     """Engines of a layout that read prompts, by TP size: a request has to fit into one of them."""
+    if not layout.roles:
+        return count(layout)
     return Counter(spec.tp for spec, role in layout.role_of.items() if role is not Role.DECODE)
 
 
