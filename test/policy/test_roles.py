@@ -31,14 +31,21 @@ def test_engines_are_mixed_while_a_role_is_missing(roles: list[Role], up: set[in
 
 def test_the_engine_with_the_most_room_in_tokens_takes_over() -> None:
     small, large = Taker("small", 8, 100, 0, 0), Taker("large", 32, 40, 0, 0)
-    chosen = choose_taker([small, large], 200)
+    chosen = choose_taker([small, large], 200, ())
     assert chosen is large
-    assert choose_taker([small, large.after(1000)], 200) is small
+    assert choose_taker([small, large.after(1000)], 200, ()) is small
     # 25 blocks, and two for what comes: 27 of 30 and of 26.
-    assert choose_taker([Taker("one", 8, 30, 0, 0)], 200) is not None
-    assert choose_taker([Taker("one", 8, 26, 0, 0)], 200) is None
-    assert choose_taker([], 1) is None
+    assert choose_taker([Taker("one", 8, 30, 0, 0)], 200, ()) is not None
+    assert choose_taker([Taker("one", 8, 26, 0, 0)], 200, ()) is None
+    assert choose_taker([], 1, ()) is None
 
 
 def test_requests_that_run_need_blocks_soon() -> None:
     assert Taker("one", 8, 100, 80, 5).free == 80
+
+
+def test_engines_where_no_target_suffers_take_over_first() -> None:
+    small, large = Taker("small", 8, 100, 0, 0), Taker("large", 32, 40, 0, 0)
+    assert choose_taker([small, large], 200, {"small"}) is small
+    assert choose_taker([small, large], 200, {"small", "large"}) is large
+    assert choose_taker([small.after(1000), large], 200, {"small"}) is large

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct
 from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SPLIT, TWO, Node
-from test_handovers import SplitStory, run, split
+from test_handovers import SplitStory, all_end, run, split
 
 SOURCE, TAKER = "tp1@0", "tp1@1"
 AHEAD = ("AheadCall", "ForgetCall", "TakeOverCall", "LetGoCall", "KeepCall", "LeaveCall", "ExportCall", "recover")
@@ -170,12 +170,7 @@ def test_a_call_fails(call: str, fault: str) -> None:
         await node.until(lambda: (TAKER, call) in node.calls and not node.modes.handovers.waiting)
         await node.settle()
         node.prefill()
-        await node.settle()
-        node.check()
-        node.finish()
-        await node.settle()
-        node.check()
-        assert set(node.ended()) == {"a", "b"}
+        await all_end(node, "a", "b")
 
     run(story())
 

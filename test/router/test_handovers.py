@@ -24,6 +24,16 @@ async def split() -> Node:
     return node
 
 
+async def all_end(node: Node, *rids: str) -> None:
+    """What runs ends, each of these requests once, and nothing else has."""
+    await node.settle()
+    node.check()
+    node.finish()
+    await node.settle()
+    node.check()
+    assert set(node.ended()) == set(rids)
+
+
 def run(story: object) -> None:
     asyncio.run(story)  # type: ignore[arg-type]
 
@@ -169,12 +179,7 @@ def test_the_taker_fails(fault: str) -> None:
         await node.settle()
         node.prefill()
         await node.until(lambda: not node.modes.handovers.waiting)
-        await node.settle()
-        node.check()
-        node.finish()
-        await node.settle()
-        node.check()
-        assert set(node.ended()) == {"a", "b"}
+        await all_end(node, "a", "b")
 
     run(story())
 

@@ -124,7 +124,7 @@ def forecast(job: Job, load: Load) -> Forecast:
     new = max(1, job.tokens - load.cached)
     times, tightest = load.times, min(load.tightest_tpot_ms, job.tpot_ms or math.inf)
     step = times.decode_ms(load.requests, load.context)
-    with_own = min(_MOST_SHARE, (load.prefill_ms + times.prefill_ms(new, load.cached)) / WINDOW_MS)
+    with_own = _share_with(load, new)
     chunk = chunk_tokens(times, step, tightest, load.bounds, with_own)
     between = step if load.decoding else 0.0
     ttft = job.waited_ms + times.latency_ms + step
@@ -141,13 +141,18 @@ def _forecast_of_reader(job: Job, load: Load, takers: Sequence[Load]) -> Forecas
     """The same of an engine that only reads: beside prompts it decodes what waits to be handed over."""
     new, times = max(1, job.tokens - load.cached), load.times
     step = times.decode_ms(load.decoding, load.context * load.decoding / max(1, load.requests))
-    share = min(_MOST_SHARE, (load.prefill_ms + times.prefill_ms(new, load.cached)) / WINDOW_MS)
+    share = _share_with(load, new)
     chunk = chunk_tokens(times, step, load.tightest_tpot_ms, load.bounds, share)
     read = prompts_ms(times, load.prefill_tokens + new, load.cached, step, chunk, reading_ms(load, new))
     tpot = min((_with_one_more_ms(job, taker) for taker in takers), default=math.inf)
     others = min(step + times.prefill_ms(chunk) / STEPS, step / (1 - share)) if step else 0.0
-    full = load.requests >= load.bounds.requests or all(_is_full(taker) for taker in takers)
+    full = _is_full(load) or all(_is_full(taker) for taker in takers)
     return Forecast(job.waited_ms + times.latency_ms + step + read, tpot, others, full)
+
+
+def _share_with(load: Load, new: int) -> float:
+    """Of its time, what prompts take with another one of `new` tokens."""
+    return min(_MOST_SHARE, (load.prefill_ms + load.times.prefill_ms(new, load.cached)) / WINDOW_MS)
 
 
 def _with_one_more_ms(job: Job, load: Load) -> float:
@@ -164,8 +169,6 @@ def with_takers(loads: Sequence[Load], readers: Collection[str], takers: Sequenc
         takers: those that take over.
     """
     reading = [load for load in loads if load.engine in readers]
-    if not reading:
-        return list(loads)
     share = 1 / max(1, len(takers))
     requests = math.ceil(share * sum(load.requests for load in reading))
     context = share * sum(load.context for load in reading)
@@ -229,6 +232,11 @@ def guarded_by_ms(guard_ms: float, alone_ms: float) -> float:
     return math.inf if guard_ms < alone_ms / SAFETY else _part_ms(guard_ms, alone_ms)
 
 
+def _filled_ms(load: Load) -> float:
+    """Up to which time between tokens an engine may take on work without a promise."""
+    return min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
+
+
 def _alone_ms(load: Load) -> float:
     """A step of one request."""
     return load.times.decode_ms(1, 1.0)
@@ -250,8 +258,7 @@ def decodes_within(job: Job, load: Load) -> bool:
 
 def decodes_beside(job: Job, load: Load) -> bool:
     """Would a job without a promise that has its first token from elsewhere cost no target on the engine?"""
-    filled_ms = min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
-    return not _is_full(load) and (not load.requests or _with_one_more_ms(job, load) <= filled_ms)
+    return not _is_full(load) and (not load.requests or _with_one_more_ms(job, load) <= _filled_ms(load))
 
 
 class Outcome(StrEnum):
@@ -378,7 +385,7 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
             return at
         if found.full or queued > spare_ms:
             continue
-        filled_ms = min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
+        filled_ms = _filled_ms(load)
         if found.others_tpot_ms <= filled_ms or _fits_in_parts(job, load, filled_ms, spare_ms):
             return at
     return None

@@ -49,7 +49,21 @@ class Taker:
         return Taker(self.name, self.page, self.leased, self.held + tokens, self.requests + 1)
 
 
-def choose_taker(takers: Sequence[Taker], tokens: int) -> Taker | None:
-    """The engine with the most room, in tokens, for a request of `tokens` tokens; None if none has enough."""
+def choose_taker(takers: Sequence[Taker], tokens: int, within: Collection[str]) -> Taker | None:
+    """Who takes a request of `tokens` tokens over; None if no engine has room.
+
+    Args:
+        takers: engines that may.
+        tokens: of the request.
+        within: names of those where no target suffers. They go first, but elsewhere a target is missed by less than
+            where prompts are read.
+    """
+    return _with_most_room([taker for taker in takers if taker.name in within], tokens) or _with_most_room(
+        takers, tokens
+    )
+
+
+def _with_most_room(takers: Sequence[Taker], tokens: int) -> Taker | None:
+    """The engine with the most room, in tokens; None if none has enough."""
     best = max(takers, key=lambda taker: (taker.free * taker.page, -taker.requests), default=None)
     return None if best is None or best.free < -(-tokens // best.page) + 2 else best

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -350,8 +350,7 @@ class Handovers:
 
     def _choose(self, rid: str, length: int, most_tokens: int, takers: dict[str, Taker]) -> EngineSpec | None:
         room = [taker for taker in takers.values() if self._holds(taker.name, rid, most_tokens)]
-        # Its target is missed by less elsewhere than where prompts are read.
-        taker = choose_taker(self._within_targets(rid, room), length) or choose_taker(room, length)
+        taker = choose_taker(room, length, self._within_targets(rid, [taker.name for taker in room]))
         return None if taker is None else self._specs[taker.name]
 
     def _holds(self, name: str, rid: str, most_tokens: int) -> bool:
@@ -365,13 +364,12 @@ class Handovers:
         rid, most = prompt.rid, prompt.request.most_tokens
         return any(role is not Role.PREFILL and self._holds(name, rid, most) for name, role in roles)
 
-    def _within_targets(self, rid: str, takers: list[Taker]) -> list[Taker]:
+    def _within_targets(self, rid: str, names: Collection[str]) -> Collection[str]:
         """Those of its tier that keep a request's target, and those of what they have."""
         admission = self._router.admission
-        if admission is None:
-            return takers
-        within = admission.decode_within(rid, [self._router.engines[taker.name] for taker in takers])
-        return [taker for taker in takers if taker.name in within]
+        return (
+            names if admission is None else admission.decode_within(rid, [self._router.engines[one] for one in names])
+        )
 
     def _begin(self, source: EngineSpec, taker: EngineSpec, prompts: list[Prompt]) -> None:
         """Requests are on the move from here on."""

@@ -37,8 +37,7 @@ class FixedRoles:
         takers = [self._taker(one) for one in self._takers]
         tokens = request.arrival.prompt + request.arrival.output
         within = self._node.routing.decode_within(request, [taker.name for taker in takers])
-        chosen = choose_taker([taker for taker in takers if taker.name in within], tokens)
-        chosen = chosen or choose_taker(takers, tokens)
+        chosen = choose_taker(takers, tokens, within)
         if chosen is None:
             return
         taker = self._node.engines[chosen.name]
