@@ -376,7 +376,7 @@ async def _measure_size(
         decode.append(DecodePoint(batch, batch * (context + _STEPS), round(ms, 4)))
         print(f"TP {tp}: decode step of {batch} requests with {context} tokens each: {ms:.2f} ms", flush=True)
     smallest = sizes[0][0]
-    beside = max(_LEAST_MS, round(await server.beside_ms(engines, smallest, limit), 4))
+    beside = max(_LEAST_MS, round(await server.beside_ms(engines, smallest, longest), 4))
     print(f"TP {tp}: a prompt of {smallest} tokens holds up what decodes beside it by {beside:.2f} ms", flush=True)
     return TpProfile(tp, tuple(prefill), tuple(decode), beside_ms=beside)
 

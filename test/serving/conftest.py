@@ -65,7 +65,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S
             running[name] = servers.start(name, *SERVERS[name], _NO_BLANKS)
         server = running[name]
         if layout is not None:
-            answer = httpx.post(f"{server.url}/adapt/layout", json={"layout": layout}, timeout=60)
+            answer = httpx.post(f"{server.url}/adapt/layout", json={"layout": layout}, timeout=180)
             assert answer.status_code == 200, answer.text
         return server
 

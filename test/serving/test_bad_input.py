@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, Any]] = {
 
 def status(server: Server, path: str, body: Any) -> tuple[int, str]:
     """HTTP status and the kind of body: what a client can rely on."""
-    response = httpx.post(server.url + path, json=body, timeout=60)
+    response = httpx.post(server.url + path, json=body, timeout=180)
     kind = response.headers.get("content-type", "").split(";")[0]
     return response.status_code, kind
 
@@ -92,15 +92,15 @@ FATAL: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("case", FATAL)
 def test_what_stock_does_not_survive_is_refused(case: str, ours: Callable[[str], Server]) -> None:
     server = ours("tp1")
-    engines = [engine["pids"] for engine in httpx.get(f"{server.url}/adapt/engines", timeout=20).json()["engines"]]
+    engines = [engine["pids"] for engine in httpx.get(f"{server.url}/adapt/engines", timeout=180).json()["engines"]]
     path, body = FATAL[case]
     answer = httpx.post(
-        server.url + path, content=json.dumps(body), headers={"Content-Type": "application/json"}, timeout=60
+        server.url + path, content=json.dumps(body), headers={"Content-Type": "application/json"}, timeout=180
     )
     assert answer.status_code == 400, answer.text
     good = {"text": "a", "sampling_params": {"max_new_tokens": 2}}
-    assert httpx.post(f"{server.url}/generate", json=good, timeout=60).status_code == 200
-    after = httpx.get(f"{server.url}/adapt/engines", timeout=20).json()["engines"]
+    assert httpx.post(f"{server.url}/generate", json=good, timeout=180).status_code == 200
+    after = httpx.get(f"{server.url}/adapt/engines", timeout=180).json()["engines"]
     assert [engine["pids"] for engine in after] == engines
 
 
@@ -109,7 +109,7 @@ def test_what_stock_does_not_survive_is_refused(case: str, ours: Callable[[str],
 def test_token_ids_that_the_model_does_not_have(ids: list[Any], stream: bool, ours: Callable[[str], Server]) -> None:
     """Stock has no such check: one of these ends its engine."""
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2}, "stream": stream}
-    response = httpx.post(f"{ours('tp1').url}/generate", json=body, timeout=60)
+    response = httpx.post(f"{ours('tp1').url}/generate", json=body, timeout=180)
     assert "not in the model's vocabulary" in response.text
     if not stream:
         assert response.status_code == 400
@@ -137,7 +137,7 @@ TEXT = {"text": "a", "sampling_params": {"max_new_tokens": 2}}
 )
 def test_what_ends_a_stock_engine_is_refused(path: str, body: Any, named: str, ours: Callable[[str], Server]) -> None:
     """Stock ends its engine, hangs or answers an empty 500; here the parameter is named."""
-    response = httpx.post(ours("tp1").url + path, json=body, timeout=60)
+    response = httpx.post(ours("tp1").url + path, json=body, timeout=180)
     assert response.status_code == 400
     assert named in response.text
 
@@ -147,7 +147,7 @@ def test_what_ends_a_stock_engine_is_refused(path: str, body: Any, named: str, o
 def test_broken_json(content: bytes, path: str, ours: Callable[[str], Server], stock: Server) -> None:
     headers = {"content-type": "application/json"}
     got, want = (
-        httpx.post(server.url + path, content=content, headers=headers, timeout=60).status_code
+        httpx.post(server.url + path, content=content, headers=headers, timeout=180).status_code
         for server in (ours("tp1"), stock)
     )
     if (path, content) == ("/v1/chat/completions", b"null"):
@@ -176,6 +176,6 @@ def test_the_server_lives_on(ours: Callable[[str], Server]) -> None:
     assert [engine["restarts"] for engine in health["engines"]] == [0, 0, 0]
     assert [engine["in_flight"] for engine in health["engines"]] == [0, 0, 0]
     answer = httpx.post(
-        f"{server.url}/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}}, timeout=60
+        f"{server.url}/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 2}}, timeout=180
     )
     assert answer.status_code == 200

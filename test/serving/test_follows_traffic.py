@@ -145,6 +145,35 @@ def longest_prompt(server: Server) -> int:
     return tokens
 
 
+def long_amid_others(
+    server: Server,
+    pool: ThreadPoolExecutor,
+    right: list[int],
+    long: tuple[dict[str, Any], Answer],
+    steady: tuple[dict[str, Any], Answer],
+) -> bool:
+    """A prompt that only a wide engine holds, sent while narrow ones serve; whether it was why the layout changed."""
+    wait_for(lambda: active(server) == ONES, server)
+    assert longest_prompt(server) == LONGEST[TWO] - 5
+    before = len(right)
+    other = pool.submit(ask, server, steady[0])
+    wait_for(lambda: len(right) >= before + CLIENTS, server)
+    sent = pool.submit(ask, server, long[0])
+    wait_for(lambda: (said := layout_of(server))["active"] == TWO and said["switching_to"] is None, server)
+    bound: bool = layout_of(server)["switches"][-1]["reason"].startswith("long_context: a request of ")
+    if bound:
+        # No one can take its engine from it.
+        refused = switch(server, ONES)
+        assert refused.status_code == 409, refused.text
+        assert f"hold requests of {LONGEST[ONES]}; let it end first (strategy drain)" in refused.json()["message"]
+    assert sent.result(LIMIT_S).equals(long[1])
+    assert other.result(LIMIT_S).equals(steady[1])
+    # It is let go afterwards, and the others have gone on all the time.
+    wait_for(lambda: active(server) == ONES, server)
+    assert len(right) >= before + 2 * CLIENTS
+    return bound
+
+
 def test_a_prompt_that_only_a_wide_engine_holds_amid_others(
     server: Server, stock: Server, expected: list[tuple[dict[str, Any], Answer]]
 ) -> None:
@@ -153,22 +182,8 @@ def test_a_prompt_that_only_a_wide_engine_holds_amid_others(
     steady = body | {"input_ids": prompt(40, 98), "sampling_params": greedy | {"max_new_tokens": 400}}
     answer, steady_answer = ask(stock, body), ask(stock, steady)
     with burst(server, expected) as right, ThreadPoolExecutor(2) as pool:
-        wait_for(lambda: active(server) == ONES, server)
-        assert longest_prompt(server) == LONGEST[TWO] - 5
-        before = len(right)
-        other = pool.submit(ask, server, steady)
-        wait_for(lambda: len(right) >= before + CLIENTS, server)
-        long = pool.submit(ask, server, body)
-        wait_for(lambda: (said := layout_of(server))["active"] == TWO and said["switching_to"] is None, server)
-        # No one can take its engine from it.
-        refused = switch(server, ONES)
-        assert refused.status_code == 409, refused.text
-        assert f"hold requests of {LONGEST[ONES]}; let it end first (strategy drain)" in refused.json()["message"]
-        assert long.result(LIMIT_S).equals(answer)
-        assert other.result(LIMIT_S).equals(steady_answer)
-        # It is let go afterwards, and the others have gone on all the time.
-        wait_for(lambda: active(server) == ONES, server)
-        assert len(right) >= before + 2 * CLIENTS
+        # On a machine so busy that its load looks low, the planner may have gone over just then, for the load's sake.
+        wait_for(lambda: long_amid_others(server, pool, right, (body, answer), (steady, steady_answer)), server)
     bound = [one for one in layout_of(server)["switches"] if one["reason"].startswith("long_context: a request of ")]
     assert (bound[-1]["outcome"], bound[-1]["to"]) == ("switched", TWO)
     assert sum(bound[-1]["requests"].values()) > 0

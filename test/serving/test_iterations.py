@@ -109,7 +109,7 @@ def test_tokens_go_on_while_a_long_prompt_is_read(limited: Server) -> None:
     prompt, others = [7, 8, 9], [11, 12]
     wanted = [*at_once(limited, [prompt, others], STREAM), ask(limited, LONG, 4, "night")]
     assert max(parts(limited.log, 0)) > MOST_PART
-    httpx.post(f"{limited.url}/flush_cache", timeout=60)
+    httpx.post(f"{limited.url}/flush_cache", timeout=180)
     # More streams than one engine has places: none of several is idle, where a prompt would be read whole, rightly.
     count = SLOTS + 1 if "tp1@0,tp1@1" in limited.flags else SLOTS - 1
     starts = [(prompt, others)[number % 2] for number in range(count)]

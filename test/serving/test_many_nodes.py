@@ -43,7 +43,7 @@ class Cluster:
 
 
 def in_flight(node: Server) -> int:
-    engines = httpx.get(f"{node.url}/adapt/engines", timeout=20).json()["engines"]
+    engines = httpx.get(f"{node.url}/adapt/engines", timeout=180).json()["engines"]
     return sum(engine["in_flight"] for engine in engines)
 
 

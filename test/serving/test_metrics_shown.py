@@ -65,15 +65,15 @@ def used(shown: Server) -> Server:
     """The server after requests of each tier and a switch there and back."""
     for tier in TIERS:
         body = {"model": "demo", "prompt": "Hello", "max_tokens": 4, "service_tier": tier}
-        assert httpx.post(f"{shown.url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert httpx.post(f"{shown.url}/v1/completions", json=body, timeout=180).status_code == 200
     for layout in ("tp2@0-1", "tp1@0,tp1@1"):
-        assert httpx.post(f"{shown.url}/adapt/layout", json={"layout": layout}, timeout=60).status_code == 200
+        assert httpx.post(f"{shown.url}/adapt/layout", json={"layout": layout}, timeout=180).status_code == 200
     return shown
 
 
 def exposed(server: Server) -> dict[str, Family]:
     """All metrics now, by the names that their samples have."""
-    text = httpx.get(f"{server.url}/metrics", timeout=20, follow_redirects=True).text
+    text = httpx.get(f"{server.url}/metrics", timeout=180, follow_redirects=True).text
     families = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -94,7 +94,7 @@ def documented() -> dict[str, tuple[str, frozenset[str]]]:
 
 def test_what_is_exposed_is_what_is_documented(used: Server) -> None:
     found = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 180
     while set(found) != set(documented()) and time.monotonic() < deadline:
         # The state is told, and plans are made, every second.
         found = {}
@@ -131,10 +131,10 @@ def test_nothing_of_a_request_becomes_a_label(used: Server) -> None:
         ("/v1/completions", completion, {"x-adapt-tier": strange}, 400),
     ]
     for path, body, extra, status in asked:
-        answer = httpx.post(f"{used.url}{path}", json=body, headers=extra, timeout=60)
+        answer = httpx.post(f"{used.url}{path}", json=body, headers=extra, timeout=180)
         assert answer.status_code == status, (path, body, answer.text)
     layout = {"layout": "tp1@0,tp1@1", "reason": strange}
-    assert httpx.post(f"{used.url}/adapt/layout", json=layout, timeout=60).status_code == 200
+    assert httpx.post(f"{used.url}/adapt/layout", json=layout, timeout=180).status_code == 200
     for name, family in exposed(used).items():
         for label, values in family.values.items():
             assert not values & {strange, str(number)}, (name, label)
@@ -161,7 +161,7 @@ def test_each_query_reads_what_is_exposed(used: Server, query: str) -> None:
 def test_names_keep_their_colon_whatever_format_is_asked_for(used: Server) -> None:
     """Prometheus before 3.0 asks for OpenMetrics first."""
     accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
-    text = httpx.get(f"{used.url}/metrics", headers={"accept": accept}, timeout=20).text
+    text = httpx.get(f"{used.url}/metrics", headers={"accept": accept}, timeout=180).text
     assert "\nsglang_adapt:active_layout{" in text
     assert "\nsglang_adapt_" not in text
 
@@ -191,7 +191,7 @@ def prometheus(used: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stderr=log)
         try:
             url = f"http://{address}"
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 180
             while not _ask(url, "count_over_time(sglang_adapt:plans_total[1m]) > 2"):
                 assert time.monotonic() < deadline and process.poll() is None, (folder / "log").read_text()[-2000:]
                 time.sleep(0.2)
@@ -204,7 +204,7 @@ def prometheus(used: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def _ask(url: str, query: str) -> list[Any]:
     """The result of a query; nothing while Prometheus is not ready."""
     try:
-        answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=20)
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=180)
     except httpx.TransportError:
         return []
     if answer.status_code == 503:
@@ -224,7 +224,7 @@ def test_prometheus_itself_answers_the_queries(prometheus: str) -> None:
     assert empty == []
     for query in alert_queries():
         _ask(prometheus, query)
-    rules = httpx.get(f"{prometheus}/api/v1/rules", timeout=20).json()["data"]["groups"][0]["rules"]
+    rules = httpx.get(f"{prometheus}/api/v1/rules", timeout=180).json()["data"]["groups"][0]["rules"]
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
     firing = [rule["name"] for rule in rules if rule.get("state") == "firing"]
     assert firing == []
@@ -235,5 +235,5 @@ def test_promtool_accepts_config_and_rules() -> None:
     if binary is None:
         pytest.skip("promtool is not installed (apt install prometheus)")
     command = [binary, "check", "config", str(Path(MONITORING) / "prometheus.yml")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -26,7 +26,7 @@ def metered(ours: Callable[[str], Server]) -> Server:
 
 
 def test_every_engine_has_its_own_gauges(metered: Server) -> None:
-    text = httpx.get(f"{metered.url}/metrics", timeout=20, follow_redirects=True).text
+    text = httpx.get(f"{metered.url}/metrics", timeout=180, follow_redirects=True).text
     for gauge in ("num_running_reqs", "token_usage"):
         engines = [re.findall(r'engine="([^"]*)"', line) for line in re.findall(rf"^sglang:{gauge}{{.*", text, re.M)]
         assert sorted(engines) == [["tp1@0"], ["tp1@1"], ["tp2@0-1"]]
@@ -34,13 +34,13 @@ def test_every_engine_has_its_own_gauges(metered: Server) -> None:
 
 def test_switches_are_counted(metered: Server) -> None:
     def values() -> dict[str, float]:
-        text = httpx.get(f"{metered.url}/metrics", timeout=20, follow_redirects=True).text
+        text = httpx.get(f"{metered.url}/metrics", timeout=180, follow_redirects=True).text
         lines = re.findall(r"^sglang_adapt:(\S+) (\S+)$", text, re.M)
         return {name: float(value) for name, value in lines}
 
     def switch(layout: str, strategy: str) -> int:
         body = {"layout": layout, "strategy": strategy}
-        return httpx.post(f"{metered.url}/adapt/layout", json=body, timeout=60).status_code
+        return httpx.post(f"{metered.url}/adapt/layout", json=body, timeout=180).status_code
 
     there = 'switches_total{from="tp1@0,tp1@1",outcome="switched",reason="operator",strategy="migrate",to="tp2@0-1"}'
     pauses = 'switch_pause_seconds_count{outcome="switched"}'
@@ -61,27 +61,29 @@ def test_a_profile_is_measured_and_the_layout_stays(metered: Server, tmp_path: P
     file = tmp_path / "profile.json"
     # A process of its own: what is loaded beside it here would make pauses in what it sees.
     command = [sys.executable, "-m", "sglang_adapt.profile", "--url", metered.url, "--output", str(file)]
-    subprocess.run([*command, "--longest", "110", "--repeats", "1"], timeout=120, check=True)
+    command += ["--longest", "110", "--repeats", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
     measured = read_profile(file)
     assert [size.tp for size in measured.sizes] == [1, 2]
     for size in measured.sizes:
         assert size.beside_ms is not None and size.beside_ms > 0
         assert MeasuredTimes(size).latency_ms < size.prefill[0].ms
-    assert httpx.get(f"{metered.url}/adapt/layout", timeout=10).json()["active"] == "tp1@0,tp1@1"
+    assert httpx.get(f"{metered.url}/adapt/layout", timeout=180).json()["active"] == "tp1@0,tp1@1"
 
 
 @pytest.mark.parametrize("path", ["/start_expert_distribution_record", "/send_weights_to_remote_instance"])
 def test_a_control_request_that_fails_says_why_and_ends_no_engine(metered: Server, path: str) -> None:
     before = _restarts(metered)
     body = {"master_address": "127.0.0.1", "ports": "1,2", "group_name": "none"} if "remote" in path else None
-    answer = httpx.post(f"{metered.url}{path}", json=body, timeout=30)
+    answer = httpx.post(f"{metered.url}{path}", json=body, timeout=180)
     assert answer.status_code in (400, 500)
     assert "tp1@0: " in answer.text
     assert _restarts(metered) == before
 
 
 def _restarts(server: Server) -> list[int]:
-    return [engine["restarts"] for engine in httpx.get(f"{server.url}/adapt/engines", timeout=10).json()["engines"]]
+    return [engine["restarts"] for engine in httpx.get(f"{server.url}/adapt/engines", timeout=180).json()["engines"]]
 
 
 def test_a_second_server_on_the_port_is_refused(metered: Server, tmp_path: Path) -> None:
@@ -89,4 +91,4 @@ def test_a_second_server_on_the_port_is_refused(metered: Server, tmp_path: Path)
     log = tmp_path / "second.log"
     assert run_to_its_end(["--port", port], log, 120) == 2
     assert f"error: 127.0.0.1:{port} cannot be listened on (Address already in use)" in log.read_text()
-    assert httpx.get(f"{metered.url}/health", timeout=10).json()["status"] == "ok"
+    assert httpx.get(f"{metered.url}/health", timeout=180).json()["status"] == "ok"

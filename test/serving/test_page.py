@@ -52,7 +52,7 @@ class Seen:
 
 @pytest.fixture
 def narrow(shown: Server) -> Server:
-    assert httpx.post(f"{shown.url}/adapt/layout", json={"layout": NARROW}, timeout=60).status_code == 200
+    assert httpx.post(f"{shown.url}/adapt/layout", json={"layout": NARROW}, timeout=180).status_code == 200
     return shown
 
 
@@ -86,7 +86,7 @@ def test_the_layout_is_seen_and_switched_by_hand(chromium: Any, narrow: Server) 
 
 def test_roles_are_seen(chromium: Any, narrow: Server) -> None:
     roles = "tp1@0:prefill,tp1@1:decode"
-    assert httpx.post(f"{narrow.url}/adapt/layout", json={"layout": roles}, timeout=60).status_code == 200
+    assert httpx.post(f"{narrow.url}/adapt/layout", json={"layout": roles}, timeout=180).status_code == 200
     seen = Seen(chromium, narrow, roles)
     assert seen.page.locator(".engine .state").all_inner_texts() == ["prefills", "decodes"]
     seen.page.close()
@@ -109,14 +109,14 @@ def test_tiers_and_requests_are_counted(chromium: Any, narrow: Server) -> None:
 
     assert chat_row()[0] == "60 s / 60 s"
     body = {"model": "demo", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "service_tier": "priority"}
-    with httpx.stream("POST", f"{narrow.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+    with httpx.stream("POST", f"{narrow.url}/v1/completions", json={**body, "stream": True}, timeout=180) as answer:
         assert answer.status_code == 200, answer.read()
         lines = answer.iter_lines()
         next(lines)
         seen.has(".engine .chips", "chat 1")
         seen.has("#running", "1")
     body["max_tokens"] = 4
-    assert httpx.post(f"{narrow.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{narrow.url}/v1/completions", json=body, timeout=180).status_code == 200
     seen.has("#attainment", "%")
     assert "%" in chat_row()[3]
     seen.page.close()

@@ -32,7 +32,7 @@ def small(start: Callable[..., Server]) -> Server:
 
 
 def engines(server: Server) -> dict[str, dict[str, Any]]:
-    return {e["name"]: e for e in httpx.get(f"{server.url}/adapt/engines", timeout=10).json()["engines"]}
+    return {e["name"]: e for e in httpx.get(f"{server.url}/adapt/engines", timeout=180).json()["engines"]}
 
 
 def blocks(server: Server) -> dict[str, tuple[int, int]]:
@@ -70,7 +70,7 @@ def test_the_layout_has_all_blocks(small: Server) -> None:
 
 @pytest.mark.parametrize(("layout", "tokens"), [("tp1@0,tp1@1", TOKENS - 32), ("tp2@0-1", 2 * (TOKENS - 32))])
 def test_the_longest_request_is_what_the_layout_holds(small: Server, layout: str, tokens: int) -> None:
-    assert httpx.post(f"{small.url}/adapt/layout", json={"layout": layout}, timeout=60).status_code == 200
+    assert httpx.post(f"{small.url}/adapt/layout", json={"layout": layout}, timeout=180).status_code == 200
     refused = generate(small, tokens - 5, 4)
     assert refused.status_code == 400
     assert f"exceeds the maximum allowed length ({tokens - 5} tokens): layout {layout} holds" in refused.text
@@ -78,7 +78,7 @@ def test_the_longest_request_is_what_the_layout_holds(small: Server, layout: str
     longest = generate(small, tokens - 6, 4)
     assert longest.status_code == 200
     assert longest.json()["meta_info"]["completion_tokens"] == 4
-    assert httpx.get(f"{small.url}/server_info", timeout=60).json()["max_req_input_len"] == tokens - 5
+    assert httpx.get(f"{small.url}/server_info", timeout=180).json()["max_req_input_len"] == tokens - 5
 
 
 def test_more_requests_than_fit_at_once_wait_and_end(small: Server) -> None:
@@ -90,14 +90,14 @@ def test_more_requests_than_fit_at_once_wait_and_end(small: Server) -> None:
 
 
 def go_over(server: Server, layout: str, strategy: str) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}/adapt/layout", json={"layout": layout, "strategy": strategy}, timeout=60)
+    answer = httpx.post(f"{server.url}/adapt/layout", json={"layout": layout, "strategy": strategy}, timeout=180)
     assert answer.status_code == 200, answer.text
     report: dict[str, Any] = answer.json()["requests"]
     return report
 
 
 def kept(server: Server) -> dict[str, int]:
-    found: dict[str, int] = httpx.get(f"{server.url}/adapt/layout", timeout=60).json()["kept"]
+    found: dict[str, int] = httpx.get(f"{server.url}/adapt/layout", timeout=180).json()["kept"]
     return found
 
 
@@ -135,7 +135,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("name", ["tp2@0-1", "tp1@1"])
 def test_a_killed_engine_has_its_blocks_again_and_serves(small: Server, name: str) -> None:
-    before = httpx.post(f"{small.url}/generate", json=BODY, timeout=60).json()["output_ids"]
+    before = httpx.post(f"{small.url}/generate", json=BODY, timeout=180).json()["output_ids"]
     restarts = engines(small)[name]["restarts"]
     os.kill(engines(small)[name]["pids"][0], signal.SIGKILL)
     started = time.monotonic()
@@ -143,5 +143,5 @@ def test_a_killed_engine_has_its_blocks_again_and_serves(small: Server, name: st
         assert time.monotonic() - started < 60, "the engine is not back within 60 s"
         time.sleep(0.05)
     assert blocks(small) == LEASES
-    after = httpx.post(f"{small.url}/generate", json=BODY, timeout=60).json()["output_ids"]
+    after = httpx.post(f"{small.url}/generate", json=BODY, timeout=180).json()["output_ids"]
     assert after == before

@@ -46,7 +46,7 @@ def ask(server: Server, tier: str | None = None, tokens: int = 4, **headers: str
 
 def logged(log: Path, count: int) -> list[dict[str, Any]]:
     """The log once it has so many lines."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while len(lines := log.read_text().splitlines()) < count:
         assert time.monotonic() < deadline, lines
         time.sleep(0.05)
@@ -100,7 +100,7 @@ def test_a_full_tier_refuses_with_the_time_to_come_again(tiered: tuple[Server, P
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.json()["error"]["code"] == "tier_capacity_exhausted"
-    text = httpx.get(f"{server.url}/metrics", timeout=20, follow_redirects=True).text
+    text = httpx.get(f"{server.url}/metrics", timeout=180, follow_redirects=True).text
     assert 'sglang_adapt:admission_total{outcome="refused",tier="picky"}' in text
     assert 'sglang_adapt:goodput_requests_total{tier="picky"}' in text
 
@@ -109,13 +109,13 @@ def test_tiers_are_read_again_upon_sighup_and_a_bad_file_is_not_used(tiered: tup
     server, config, _ = tiered
     config.write_text(TIERS.replace("standard", "other"))
     os.kill(server.pid, signal.SIGHUP)
-    deadline = time.monotonic() + 30
-    while httpx.get(f"{server.url}/adapt/slo", timeout=20).json()["config"]["default"] != "other":
+    deadline = time.monotonic() + 180
+    while httpx.get(f"{server.url}/adapt/slo", timeout=180).json()["config"]["default"] != "other":
         assert time.monotonic() < deadline, server.tail()
         time.sleep(0.05)
     assert ask(server).headers["x-adapt-tier"] == "other"
     config.write_text(TIERS.replace("60000", "-1"))
-    answer = httpx.post(f"{server.url}/adapt/slo", timeout=20)
+    answer = httpx.post(f"{server.url}/adapt/slo", timeout=180)
     assert (answer.status_code, answer.json()["code"]) == (400, "bad_slo_config")
     assert "line 3, tiers[0].ttft_ms" in answer.json()["message"]
     assert ask(server).headers["x-adapt-tier"] == "other"

@@ -31,7 +31,7 @@ def keepers(server: Server) -> list[int]:
 
 def test_a_keeper_that_dies_is_started_anew_with_its_engines(ours: Callable[[str], Server]) -> None:
     server = ours("tp1")
-    before = httpx.post(f"{server.url}/generate", json=BODY, timeout=60).json()["output_ids"]
+    before = httpx.post(f"{server.url}/generate", json=BODY, timeout=180).json()["output_ids"]
     [keeper] = keepers(server)
     os.kill(keeper, signal.SIGKILL)
     started = time.monotonic()
@@ -43,13 +43,13 @@ def test_a_keeper_that_dies_is_started_anew_with_its_engines(ours: Callable[[str
         time.sleep(0.1)
     [again] = keepers(server)
     assert again != keeper
-    after = httpx.post(f"{server.url}/generate", json=BODY, timeout=60).json()["output_ids"]
+    after = httpx.post(f"{server.url}/generate", json=BODY, timeout=180).json()["output_ids"]
     assert after == before
 
 
 def test_weights_are_not_updated_under_other_engines(ours: Callable[[str], Server]) -> None:
     server = ours("tp1")
     body = {"model_path": "/nowhere", "load_format": "auto"}
-    answer = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=180)
     assert answer.status_code == 400
     assert "are shared by the engines of all TP sizes" in answer.text
