@@ -6,6 +6,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import msgspec
 import zmq
@@ -168,10 +169,16 @@ def generate(rid: str, tokens: int = 8, new: int | None = 4) -> io_struct.Tokeni
     )
 
 
+@cache
+def _required_of_outputs() -> tuple[str, ...]:
+    """msgspec takes 3 ms to find out."""
+    return tuple(field.name for field in msgspec.structs.fields(io_struct.BatchTokenIDOutput) if field.required)
+
+
 def token_output(rids: Sequence[str], reasons: Sequence[dict | None]) -> io_struct.BatchTokenIDOutput:
     """A stock batch of outputs, a token each, with nothing optional in it."""
     count = len(rids)
-    required = {field.name: None for field in msgspec.structs.fields(io_struct.BatchTokenIDOutput) if field.required}
+    required = dict.fromkeys(_required_of_outputs())
     numbers = dict.fromkeys(
         ("read_offsets", "prompt_tokens", "reasoning_tokens", "completion_tokens", "cached_tokens"), [0] * count
     )
