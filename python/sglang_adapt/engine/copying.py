@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sglang_adapt.core.handoff import AdoptCall, KvSource, PrecopyCall
-from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitCopier
+from sglang_adapt.kv.copiers import CpuCopier, PageCopier, TritonCopier, UnitCopier
 from sglang_adapt.kv.copy import DirectExecutor
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.lanes import NOW, Lane, Mark
@@ -54,10 +54,18 @@ class KvCopies:
         gpus: the deployment's GPUs of the engine's ranks.
         rank: this rank.
         region: its own GPU's region, `geometry.region_shape`, on the rank's device.
+        by_page: each page and plane is a copy of its own.
     """
 
     def __init__(
-        self, engine: str, geometry: PoolGeometry, gpus: tuple[int, ...], rank: int, region: torch.Tensor
+        self,
+        engine: str,
+        geometry: PoolGeometry,
+        gpus: tuple[int, ...],
+        rank: int,
+        region: torch.Tensor,
+        *,
+        by_page: bool = False,
     ) -> None:
         self._engine = engine
         self._geometry = geometry
@@ -67,6 +75,8 @@ class KvCopies:
         self._mapped: dict[int, Region] = {}
         self._lanes: dict[int, Lane] = {}
         self._copier: UnitCopier = TritonCopier() if region.device.type == "cuda" else CpuCopier()
+        if by_page:
+            self._copier = PageCopier()
 
     def map(self, handles: Mapping[int, RegionHandle]) -> None:
         """Map the regions of other GPUs, by the deployment's index; those that are mapped already stay.
