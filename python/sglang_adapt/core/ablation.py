@@ -120,6 +120,11 @@ def tier_engines_text(tier_engines: TierEngines) -> str:
     return "/".join(f"{tier}={','.join(engines)}" for tier, engines in tier_engines)
 
 
+def engines_text(tier_engines: TierEngines) -> str:
+    """The layout that the engines of all tiers are, as `core.layout.parse_layout` reads it."""
+    return ",".join(name for _, own in tier_engines for name in own)
+
+
 def check_tier_engines(tier_engines: TierEngines, tiers: Sequence[str], engines: Sequence[str]) -> None:
     """Raises AblationError unless every tier has engines of the layout, and every engine of it a tier."""
     named = [name for _, own in tier_engines for name in own]

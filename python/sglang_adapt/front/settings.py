@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_adapt.core.ablation import Ablation, AblationError, check_tier_engines
+from sglang_adapt.core.ablation import Ablation, AblationError, check_tier_engines, engines_text
 from sglang_adapt.core.config import WARMUP, AdaptConfig, AdaptPolicy
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError
@@ -93,7 +93,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
     )
     ablation = ablation_of(ours)
     _refuse_impossible_ablation(ablation, first, tp_sizes)
-    layout_text = ",".join(name for _, own in ablation.tier_engines for name in own) or ours.adapt_layout
+    layout_text = engines_text(ablation.tier_engines) or ours.adapt_layout
     layout = _layout(layout_text, first.tp_size, tp_sizes, gpus)
     if layout.roles and len(tp_sizes) < 2:
         raise SettingsError(
