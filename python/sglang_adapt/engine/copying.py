@@ -6,6 +6,7 @@ router says so, whatever becomes of the source's processes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from sglang_adapt.kv.lanes import NOW, Lane, Mark
 from sglang_adapt.kv.plan import CopyBatch, RequestCopy, SourcePlan, batches_to
 from sglang_adapt.kv.plan_build import build_plans
 from sglang_adapt.memory import Region, RegionHandle, attach
+
+logger = logging.getLogger(__name__)
 
 
 class CopyRefusedError(RuntimeError):
@@ -77,6 +80,7 @@ class KvCopies:
         self._copier: UnitCopier = TritonCopier() if region.device.type == "cuda" else CpuCopier()
         if by_page:
             self._copier = PageCopier()
+            logger.info("KV arrives with a copy for each page, layer, K and V")
 
     def map(self, handles: Mapping[int, RegionHandle]) -> None:
         """Map the regions of other GPUs, by the deployment's index; those that are mapped already stay.
