@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compare_goodput
+from goodput import plots
 from goodput.plots import draw
 from goodput.schedule import OtherComparisonError, runs_done, turns
 from goodput.systems import OURS, STOCK, Common, Kind, parse_system, servers_of, to_profile, urls_of
@@ -203,6 +204,27 @@ def test_all_pictures_are_drawn(tmp_path: Path) -> None:
         "timeline_ablation-4-strict-tp2-0-1-loose-tp1-2-tp1-3_code_1x.png",
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in made)
+
+
+def test_legends_fit_beside_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[str] = []
+
+    def look(figure: Any, result: Any, path: Path) -> Path:
+        figure.canvas.draw()
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            if box.x0 < 0 or box.x1 > figure.bbox.width:
+                cut.append(path.name)
+        seen.append(len(figure.legends))
+        return path
+
+    seen: list[int] = []
+    monkeypatch.setattr(plots, "_save", look)
+    made = result()
+    run = made["systems"]["stock:tp1"]
+    made["systems"] |= {f"ablation:{number}:{BY_TIER}" + ",tp1@4" * number: run for number in range(9)}
+    draw(made, tmp_path)
+    assert sum(seen) == 2 and not cut
 
 
 def test_overview() -> None:
