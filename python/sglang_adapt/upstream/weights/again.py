@@ -10,13 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.configs.load_config import LoadConfig, LoadFormat
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
-from torch import nn
-
-_NO_MODEL = nn.Module()
-"""What stock's reader asks for further checkpoints; this one has none."""
 
 
 class NotReadError(RuntimeError):
@@ -37,6 +30,11 @@ def read_again(server_args: Any, rank: int) -> int:
         NotReadError: the load format has no checkpoint that stock's default loader reads.
         Exception: whatever stock's loader raises.
     """
+    # Whoever imports this to answer calls has not loaded sglang yet, and need not for it.
+    from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+
     config = LoadConfig(
         load_format=server_args.load_format,
         download_dir=server_args.download_dir,
@@ -49,7 +47,8 @@ def read_again(server_args: Any, rank: int) -> int:
     device = torch.device(server_args.device)
     place: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
     sent = 0
-    for _, tensor in loader._get_all_weights(model_config, _NO_MODEL):
+    # Of a model it asks only for further checkpoints, which this one has not.
+    for _, tensor in loader._get_all_weights(model_config, torch.nn.Module()):
         share = _share(tensor, rank, server_args.tp_size)
         key = (share.shape, share.dtype)
         if key not in place:
