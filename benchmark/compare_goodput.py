@@ -4,6 +4,20 @@ r"""Goodput of whole systems under the same load, each started and ended in turn
     static:tp2              ours with one layout, engines of one TP size (or static:tp2@0-1,tp1@2,tp1@3)
     stock:tp2               stock, as many engines as fit (--dp-size)
     split:chat=tp2@0-1/batch=tp1@2-3   stock, a deployment a tier on GPUs of its own
+    ablation:N              ours with mechanisms switched off (--adapt-ablate-* of the server): Nitsum's steps, below
+
+The steps of the ablation (Nitsum, 4.2.1), each a server of its own:
+
+    ablation:1              the smallest TP size, requests go on as they come (TP 1; or ablation:1:tp2)
+    ablation:2:tp1@0:prefill,tp1@1:decode          the same with fixed roles
+    ablation:3:tp2          the batch rule; give each TP size, the best of them is the step
+    ablation:4:chat=tp2@0-1/batch=tp1@2,tp1@3      the batch rule, each tier has these engines of its own
+    ablation:5:chat=tp2@0-1/batch=tp1@2,tp1@3      + the scheduler by targets, on the same engines, which tiers share
+    ablation:6              + the layout follows the traffic, but a switch reads weights again and copies page by page
+    ablation:6-warm         the same, weights are kept (for --load-format dummy, which has none to read)
+    ablation:7              all of it
+
+`python -m sglang_adapt.simulate --study ablation` has the same steps, and finds the best layouts of 2 to 5 for a load.
 
 Every system gets the same requests with the same tiers at every rate, `--repeats` times, each time another one first.
 A profile of ours is measured at the start. What is in the result already is not measured again, so that a comparison
@@ -60,7 +74,7 @@ from bench_goodput import (
 )
 from goodput.plots import NoPlotsError, draw, require_matplotlib
 from goodput.schedule import OtherComparisonError, Turn, left_s, runs_done, turns
-from goodput.systems import AUTO, Common, ServerPlan, System, parse_system, servers_of, to_profile, urls_of
+from goodput.systems import AUTO, Common, Kind, ServerPlan, System, parse_system, servers_of, to_profile, urls_of
 from goodput.timeline import timeline, watch_layout
 from layouts import Layouts
 from load import Request
@@ -174,11 +188,13 @@ class Comparison:
 
     def measure(self, system: System, turn: Turn, loads: Sequence[Load], progress: Progress) -> None:
         """Start a system, measure it under each load, end it."""
-        shared = system.is_ours and self._options.one_server
+        shared = system.may_share and self._options.one_server
         plans = servers_of(AUTO if shared else system, self._common)
         told = self._result["systems"].setdefault(
             system.name, {"kind": system.kind, "layout": system.layout, "servers": [], "runs": []}
         )
+        if system.kind is Kind.ABLATION:
+            told["ablation"] = list(system.ablation.flags)
         told["servers"] = [" ".join([plan.module, *plan.flags]) for plan in plans]
         with contextlib.ExitStack() as stack:
             if shared:

@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compare_goodput
+from goodput import plots
 from goodput.plots import draw
 from goodput.schedule import OtherComparisonError, runs_done, turns
 from goodput.systems import OURS, STOCK, Common, Kind, parse_system, servers_of, to_profile, urls_of
 from goodput.timeline import timeline, watch_layout
+from sglang_adapt.core.ablation import STEPS
 
 TIERS = ("strict", "loose")
 COMMON = Common(4, ("--both",), ("--ours",), ("--stock",), "tiers.json", "profile.json", False)
@@ -43,6 +45,30 @@ def test_systems_become_servers() -> None:
     ]
 
 
+BY_TIER = "strict=tp2@0-1/loose=tp1@2,tp1@3"
+
+
+def test_steps_of_the_ablation_become_servers_that_differ_by_what_is_switched_off() -> None:
+    common = "--both --ours --adapt-slo-config tiers.json --adapt-profile profile.json --adapt-policy "
+    off = {
+        "1": "static --adapt-layout tp1@0,tp1@1,tp1@2,tp1@3 --adapt-ablate-scheduler arrival",
+        "1:tp2": "static --adapt-layout tp2@0-1,tp2@2-3 --adapt-ablate-scheduler arrival",
+        "2:tp2@0-1:prefill,tp2@2-3:decode": "static --adapt-layout tp2@0-1:prefill,tp2@2-3:decode "
+        "--adapt-ablate-scheduler arrival",
+        "3:tp4": "static --adapt-layout tp4@0-3 --adapt-ablate-scheduler batch-rule",
+        f"4:{BY_TIER}": f"static --adapt-ablate-scheduler batch-rule --adapt-ablate-tier-engines {BY_TIER}",
+        f"5:{BY_TIER}": "static --adapt-layout tp2@0-1,tp1@2,tp1@3",
+        "6": "auto --adapt-ablate-page-copies --adapt-ablate-stop-copy --adapt-ablate-reload-weights",
+        "6-warm": "auto --adapt-ablate-page-copies --adapt-ablate-stop-copy",
+        "7": "auto",
+    }
+    assert {step.split(":")[0] for step in off} == set(STEPS)
+    for step, says in off.items():
+        assert flags(f"ablation:{step}") == [common + says]
+        system = parse_system(f"ablation:{step}", 4, TIERS)
+        assert (system.kind, system.is_ours, system.may_share) == (Kind.ABLATION, True, False)
+
+
 def test_each_tier_has_its_server() -> None:
     plans = servers_of(parse_system("split:loose=tp1@0/strict=tp1@1-3", 4, TIERS), COMMON)
     assert [plan.module for plan in plans] == [STOCK, STOCK]
@@ -64,6 +90,16 @@ def test_each_tier_has_its_server() -> None:
         ("split:strict=tp2@0/loose=tp1@1-3", "do not fill 1 GPUs"),
         ("split:strict=tp1@3-2/loose=tp1@1", "do not fill"),
         ("split:strict", "is not TIER="),
+        ("ablation:8", "steps of the ablation are 1, 2, 3"),
+        ("ablation:2", "has a layout of its own"),
+        ("ablation:2:tp1@0:prefill,tp1@1:decode", "no engine uses GPU 2"),
+        ("ablation:2:tp2@0-1,tp2@2-3", "has a layout of its own"),
+        ("ablation:3", "has a layout of its own"),
+        ("ablation:3:tp3", "do not fill 4 GPUs"),
+        ("ablation:4:strict=tp4@0-3", "tier loose is missing"),
+        ("ablation:4:strict=tp2@0-1/loose=tp2@1-2", "starts at a multiple of 2"),
+        ("ablation:5:strict/loose", "is not TIER=ENGINE"),
+        ("ablation:7:tp1", "follows the traffic"),
     ],
 )
 def test_what_is_no_system_is_told(text: str, says: str) -> None:
@@ -153,6 +189,7 @@ def result() -> dict[str, Any]:
                 "kind": Kind.STOCK,
                 "runs": [{**run, "tiers": loose_missed} for run in runs],
             },
+            f"ablation:4:{BY_TIER}": {"kind": Kind.ABLATION, "runs": [{**runs[0], "timeline": line}]},
         },
     }
 
@@ -164,11 +201,34 @@ def test_all_pictures_are_drawn(tmp_path: Path) -> None:
         "percentiles_code.png",
         "timeline_auto_code_1x.png",
         "timeline_auto_code_2x.png",
+        "timeline_ablation-4-strict-tp2-0-1-loose-tp1-2-tp1-3_code_1x.png",
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in made)
 
 
+def test_legends_fit_beside_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[str] = []
+
+    def look(figure: Any, result: Any, path: Path) -> Path:
+        figure.canvas.draw()
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            if box.x0 < 0 or box.x1 > figure.bbox.width:
+                cut.append(path.name)
+        seen.append(len(figure.legends))
+        return path
+
+    seen: list[int] = []
+    monkeypatch.setattr(plots, "_save", look)
+    made = result()
+    run = made["systems"]["stock:tp1"]
+    made["systems"] |= {f"ablation:{number}:{BY_TIER}" + ",tp1@4" * number: run for number in range(9)}
+    draw(made, tmp_path)
+    assert sum(seen) == 2 and not cut
+
+
 def test_overview() -> None:
     lines = compare_goodput.overview(result()).splitlines()
-    assert lines[0].split() == ["load", "times", "auto", "stock:tp1"]
-    assert lines[1].split() == ["code", "1", "2.000", "2.000"] and len(lines) == 3
+    assert lines[0].split() == ["load", "times", "auto", "stock:tp1", f"ablation:4:{BY_TIER}"]
+    assert lines[1].split() == ["code", "1", "2.000", "2.000", "2.000"] and len(lines) == 3
+    assert lines[2].split() == ["code", "2", "2.000", "2.000", "-"]

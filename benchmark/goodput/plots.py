@@ -10,6 +10,8 @@ from typing import Any
 
 _TIMES = ("ttft_ms", "tpot_ms")
 _PERCENTILES = {"p50": "-", "p99": "--"}
+_LETTER_INCHES, _MARK_INCHES = 0.075, 0.7
+"""Of a legend: a letter, and the mark before a name with the space around it."""
 
 
 class NoPlotsError(RuntimeError):
@@ -105,8 +107,11 @@ def _percentiles(result: Mapping[str, Any], load: str, path: Path) -> Path:
             for color, system in enumerate(result["systems"]):
                 for percentile, style in _PERCENTILES.items():
                     values = series(result, system, load, tier["name"], f"{what}_{percentile}")
-                    label = f"{system} {percentile}"
+                    # Colours are systems, styles percentiles: each is named once.
+                    label = system if percentile == "p50" else None
                     _line(axes, rate, values, color=f"C{color}", linestyle=style, label=label)
+            for percentile, style in _PERCENTILES.items():
+                axes.plot([], [], color="gray", linestyle=style, label=percentile)
             axes.axhline(tier[what], color="black", linewidth=1, label="target")
             name = what.removesuffix("_ms").upper()
             axes.set(
@@ -140,9 +145,10 @@ def _timeline(result: Mapping[str, Any], system: str, run: Mapping[str, Any], pa
 
 
 def _legend(figure: Any, axes: Any) -> None:
-    """One for all parts, below them."""
+    """One for all parts, below them, in as many columns as the longest name leaves room for."""
     lines, labels = axes.get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize="small")
+    room = figure.get_figwidth() / (_LETTER_INCHES * max(map(len, labels)) + _MARK_INCHES)
+    figure.legend(lines, labels, loc="outside lower center", ncols=max(1, min(4, int(room))), fontsize="small")
 
 
 def _save(figure: Any, result: Mapping[str, Any], path: Path) -> Path:

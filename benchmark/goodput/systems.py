@@ -5,19 +5,33 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from sglang_adapt.core.ablation import (
+    NOTHING_OFF,
+    PREFIX,
+    STEPS,
+    Ablation,
+    AblationError,
+    check_tier_engines,
+    engines_text,
+    parse_tier_engines,
+)
+from sglang_adapt.core.layout import LayoutError, parse_layout
 
 OURS, STOCK = "sglang_adapt.launch_server", "sglang.launch_server"
 
 
 class Kind(StrEnum):
-    """What a system is: ours with the layout following the traffic, ours with one layout, stock, stock by tier."""
+    """What a system is: ours with the layout following the traffic, ours with one layout, stock, stock by tier, ours
+    with mechanisms switched off."""
 
     AUTO = "auto"
     STATIC = "static"
     STOCK = "stock"
     SPLIT = "split"
+    ABLATION = "ablation"
 
 
 @dataclass(frozen=True)
@@ -46,16 +60,23 @@ class System:
         kind: of it.
         layout: of ours with one layout, and of stock; empty for the others.
         parts: stock's engines by tier; of stock without tiers under the name "".
+        ablation: what is switched off of ours.
     """
 
     name: str
     kind: Kind
     layout: str = ""
     parts: tuple[tuple[str, Part], ...] = ()
+    ablation: Ablation = NOTHING_OFF
 
     @property
     def is_ours(self) -> bool:
         """It is sglang_adapt."""
+        return self.kind in (Kind.AUTO, Kind.STATIC, Kind.ABLATION)
+
+    @property
+    def may_share(self) -> bool:
+        """Its server differs from those of other systems of ours by its layout alone."""
         return self.kind in (Kind.AUTO, Kind.STATIC)
 
 
@@ -95,7 +116,8 @@ class Common:
 
 
 def parse_system(text: str, gpus: int, tiers: Sequence[str]) -> System:
-    """A system from `auto`, `static:tpN`, `static:LAYOUT`, `stock:tpN` or `split:TIER=tpN@A-B/TIER=...`.
+    """A system from `auto`, `static:tpN`, `static:LAYOUT`, `stock:tpN`, `split:TIER=tpN@A-B/TIER=...` or
+    `ablation:STEP:LAYOUT`.
 
     Raises:
         argparse.ArgumentTypeError: what is wrong, and how to write it.
@@ -108,11 +130,14 @@ def parse_system(text: str, gpus: int, tiers: Sequence[str]) -> System:
     if kind in ("static", "stock") and re.fullmatch(r"tp[0-9]+", rest):
         part = _engines(int(rest[2:]), 0, gpus, text)
         return System(text, Kind(kind), part.layout, (("", part),) if kind == "stock" else ())
+    if text.startswith(PREFIX):
+        number, _, rest = rest.partition(":")
+        return _step(text, number, rest, gpus, tiers)
     if kind == "split":
         return System(text, Kind.SPLIT, parts=_by_tier(rest, gpus, tiers, text))
     raise argparse.ArgumentTypeError(
         f"{text!r} is no system: write auto, static:tp2, static:tp1@0,tp1@1, stock:tp2, or "
-        "split:TIER=tp1@0/TIER=tp1@1-3"
+        "split:TIER=tp1@0/TIER=tp1@1-3, ablation:1 to ablation:7"
     )
 
 
@@ -120,6 +145,42 @@ def _engines(tp: int, first: int, gpus: int, text: str) -> Part:
     if tp < 1 or gpus < 1 or gpus % tp:
         raise argparse.ArgumentTypeError(f"{text!r}: engines of TP {tp} do not fill {gpus} GPUs")
     return Part(tp, gpus // tp, first)
+
+
+def _step(text: str, number: str, rest: str, gpus: int, tiers: Sequence[str]) -> System:
+    """A step of the ablation; `rest` is its layout, where it has one that stays."""
+    step = STEPS.get(number)
+    if step is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: steps of the ablation are {', '.join(STEPS)}")
+    if step.follows:
+        if rest:
+            raise argparse.ArgumentTypeError(f"{text!r}: the layout of this step follows the traffic, so name none")
+        return System(text, Kind.ABLATION, ablation=step.ablation)
+    if number in ("1", "3") and (found := re.fullmatch(r"tp([0-9]+)", rest or ("tp1" if number == "1" else ""))):
+        layout = _engines(int(found[1]), 0, gpus, text).layout
+        return System(text, Kind.ABLATION, layout, ablation=step.ablation)
+    try:
+        if number == "2" and ":prefill" in rest:
+            return System(text, Kind.ABLATION, _checked(rest, gpus), ablation=step.ablation)
+        if number in ("4", "5") and rest:
+            own = parse_tier_engines(rest)
+            layout = _checked(engines_text(own), gpus)
+            check_tier_engines(own, tiers, layout.split(","))
+            return System(
+                text, Kind.ABLATION, layout, ablation=replace(step.ablation, tier_engines=own if step.by_tier else ())
+            )
+    except (AblationError, LayoutError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: this step has a layout of its own; write ablation:1:tp1, ablation:2:tp1@0:prefill,tp1@1:decode, "
+        "ablation:3:tp2, or ablation:4:TIER=tp1@0/TIER=tp1@1,tp1@2 (5 likewise)"
+    )
+
+
+def _checked(layout: str, gpus: int) -> str:
+    """A layout as the server will tell it. Raises LayoutError."""
+    sizes = sorted({int(size) for size in re.findall(r"tp([0-9]{1,6})@", layout)})
+    return str(parse_layout(layout, sizes or [1], gpus))
 
 
 def _by_tier(rest: str, gpus: int, tiers: Sequence[str], text: str) -> tuple[tuple[str, Part], ...]:
@@ -146,10 +207,14 @@ def servers_of(system: System, common: Common) -> list[ServerPlan]:
     """The servers of a system, to be started one after the other."""
     if system.is_ours:
         flags = [*to_profile(common).flags, "--adapt-slo-config", common.tiers, "--adapt-profile", common.profile]
-        if system.kind is Kind.AUTO:
+        if not system.layout:
             flags += ["--adapt-policy", "auto"]
+        elif system.ablation.tier_engines:
+            # They are the layout.
+            flags += ["--adapt-policy", "static"]
         else:
             flags += ["--adapt-policy", "static", "--adapt-layout", system.layout]
+        flags += system.ablation.flags
         return [ServerPlan(OURS, tuple(flags))]
     return [ServerPlan(STOCK, _stock(part, common), tier) for tier, part in system.parts]
 

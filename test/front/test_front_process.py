@@ -66,3 +66,9 @@ def test_a_server_that_could_not_listen_is_not_waited_for(taken: bool) -> None:
             process._warm_up(types.SimpleNamespace(url=lambda: url, api_key=None), stopped)
         if taken:
             other.shutdown()
+
+
+def test_what_front_and_router_import_does_not_load_sglang() -> None:
+    """It costs each of them seconds of CPU at the start, and is loaded where they are forked from."""
+    script = "import sys, sglang_adapt.front.process; sys.exit('sglang.srt' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

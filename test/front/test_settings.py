@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from sglang_adapt.core.ablation import NOTHING_OFF, STEPS, Ablation, Scheduler, parse_tier_engines
 from sglang_adapt.core.layout import LayoutError
+from sglang_adapt.core.slo_file import read_slo_config
 from sglang_adapt.demo import demo_model_path
 from sglang_adapt.front.address import STOCK_HOST, STOCK_PORT
-from sglang_adapt.front.flags import SettingsError, split_argv
+from sglang_adapt.front.flags import SettingsError, ablation_of, add_ablation_flags, split_argv
 from sglang_adapt.front.settings import Settings, check_allocator, make_settings
 from sglang_adapt.upstream.command_line import StockSettingsError, refusals_told
 from sglang_adapt.upstream.front import stock_parser
@@ -88,6 +91,28 @@ def test_tp_size_chooses_the_layout() -> None:
     assert made.config.tp_sizes == (1, 2, 4)
 
 
+BY_TIER = ("--adapt-slo-config", "built-in", "--adapt-policy", "static", "--adapt-ablate-tier-engines")
+
+
+def test_what_is_switched_off_is_said_in_flags_and_in_words() -> None:
+    assert settings().config.ablation == NOTHING_OFF and NOTHING_OFF.flags == () and str(NOTHING_OFF) == ""
+    names = [tier.name for tier in read_slo_config("built-in").tiers]
+    by_tier = f"{names[0]}=tp1@0/{names[1]}=tp1@1/{names[2]}=tp1@2,tp1@3"
+    made = settings(
+        *(*BY_TIER, by_tier, "--adapt-ablate-scheduler", "batch-rule", "--adapt-ablate-page-copies"),
+        *("--adapt-virtual-gpus", "4"),
+    )
+    ablation = made.config.ablation
+    assert ablation == Ablation(Scheduler.BATCH_RULE, parse_tier_engines(by_tier), page_copies=True)
+    assert str(made.config.layout) == "tp1@0,tp1@1,tp1@2,tp1@3"
+    assert "batch rule" in str(ablation) and "a copy a page" in str(ablation) and by_tier in str(ablation)
+    every = Ablation(Scheduler.ARRIVAL, parse_tier_engines(by_tier), True, True, True)
+    parser = argparse.ArgumentParser()
+    add_ablation_flags(parser)
+    for one in (ablation, every, *(step.ablation for step in STEPS.values())):
+        assert ablation_of(parser.parse_args(one.flags)) == one
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -111,7 +136,25 @@ def test_tp_size_chooses_the_layout() -> None:
         (["--adapt-restart-limit", "-1"], "is negative"),
         (["--adapt-drain-timeout", "soon"], "'soon' is not a number"),
         (["--adapt-start-method", "fork"], "invalid choice"),
-        (["--adapt-no-such-flag"], "--adapt-no-such-flag is not a flag; sglang_adapt knows --adapt-drain-timeout"),
+        (
+            ["--adapt-ablate-scheduler", "arrival"],
+            "--adapt-ablate-scheduler arrival is about tiers; give --adapt-slo",
+        ),
+        (["--adapt-ablate-scheduler", "none"], "invalid choice"),
+        (["--adapt-ablate-tier-engines", "strict"], "'strict' is not TIER=ENGINE"),
+        (["--adapt-ablate-tier-engines", "a=tp1@0/b=tp1@0"], "engine tp1@0 is of a and of b"),
+        (["--adapt-ablate-tier-engines", "a=tp1@0/a=tp1@1"], "tier a is there twice"),
+        (["--adapt-ablate-tier-engines", "a=tp1@0", "--adapt-slo-config", "built-in"], "give --adapt-policy static"),
+        ([*BY_TIER, "a=tp1@0", "--adapt-layout", "tp1@0,tp1@1"], "leave --adapt-layout out"),
+        ([*BY_TIER, "a=tp1@0"], "no engine uses GPU 1"),
+        ([*BY_TIER, "interactive=tp1@0/b=tp1@1"], "tier b is missing or not known"),
+        (["--adapt-ablate-stop-copy", "--adapt-policy", "static"], "--adapt-policy static makes none"),
+        (["--adapt-ablate-page-copies", "--adapt-tp-sizes", "1"], "with TP 1 alone none do"),
+        (
+            ["--adapt-ablate-reload-weights", "--load-format", "dummy"],
+            "reads the checkpoint again, and --load-format dummy",
+        ),
+        (["--adapt-no-such-flag"], "--adapt-no-such-flag is not a flag; sglang_adapt knows --adapt-ablate-page-c"),
         (["--adapt-lay", "tp1@0"], "--adapt-lay is not a flag"),
         (["--tp-size", "4"], "--tp-size 4 is not among the TP sizes 1, 2"),
         (["--dp-size", "2"], "--dp-size 2 cannot be used with sglang_adapt: replicas are engines of the layout"),

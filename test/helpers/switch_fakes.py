@@ -13,6 +13,7 @@ from router_fakes import World
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import msgpack_decode
 
+from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
 from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.handoff import (
     AdoptAnswer,
@@ -386,7 +387,9 @@ class Node:
         outcomes: of each switch, where it went and what came of it.
     """
 
-    def __init__(self, drain_timeout_s: float = 0.2, lengths: Lengths | None = None) -> None:
+    def __init__(
+        self, drain_timeout_s: float = 0.2, lengths: Lengths | None = None, ablation: Ablation = NOTHING_OFF
+    ) -> None:
         self.world = World(ONES, lengths=lengths)
         self.router = self.world.router
         self.faults: dict[tuple[str, str], str] = {}
@@ -411,6 +414,7 @@ class Node:
             lambda: handles,
             drain_timeout_s,
             ended=lambda switch, outcome: self.outcomes.append(f"{switch.after}: {outcome}"),
+            ablation=ablation,
         )
         self.readback = Readback(self.router, self.pools, self.modes, SPECS)
         self.repair = Repair(
@@ -610,6 +614,8 @@ class Node:
                     fake._join(rank, unpack_ids(pages).tolist())
             case "kv_state":
                 return [{"pages": sorted(pages), "free": 0, "cached_tokens": 0} for pages in fake.lease]
+            case "reload_weights":
+                return [{"bytes": 1, "steps_ms": {"reload": 2.0}} for _ in SPECS[engine].gpus]
             case "recover":
                 for one in payload["requests"]:
                     message = msgpack_decode(one["message"])

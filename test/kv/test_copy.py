@@ -11,9 +11,10 @@ import pytest
 import torch
 from kv_world import World
 
+from sglang_adapt.engine.copying import KvCopies
 from sglang_adapt.kv.checked import CheckedExecutor
 from sglang_adapt.kv.checksums import CopyMismatch
-from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitShape
+from sglang_adapt.kv.copiers import CpuCopier, PageCopier, TritonCopier, UnitShape
 from sglang_adapt.kv.copy import CopyError, DirectExecutor
 from sglang_adapt.kv.geometry import GeometryError, PoolGeometry
 from sglang_adapt.kv.plan import CopyBatch
@@ -137,3 +138,20 @@ def test_the_triton_copier_interpreted_carries_out_a_whole_plan(monkeypatch: pyt
         copier = TritonCopier(programs=5)
         DirectExecutor.on(GEOMETRY, plan.gpu, world.regions, copier).start(plan).wait()
     world.assert_as_expected()
+
+
+def test_a_copy_for_each_page_and_plane_brings_the_same() -> None:
+    world, batches = merge_case()
+    plans = build_plans(GEOMETRY, batches)
+    copier = PageCopier()
+    for plan in plans:
+        DirectExecutor.on(GEOMETRY, plan.gpu, world.regions, copier).start(plan).wait()
+    world.assert_as_expected()
+    assert copier.copies == sum(plan.units for plan in plans) * GEOMETRY.planes
+
+
+def test_ranks_copy_page_by_page_only_if_they_are_told_to() -> None:
+    region = torch.zeros(GEOMETRY.region_shape, dtype=torch.int16)
+    told = KvCopies("tp1@0", GEOMETRY, (0,), 0, region, by_page=True)
+    assert type(told._copier) is PageCopier
+    assert type(KvCopies("tp1@0", GEOMETRY, (0,), 0, region)._copier) is CpuCopier

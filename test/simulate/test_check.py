@@ -13,6 +13,7 @@ from trace_files import write_trace
 
 import compare_goodput
 from bench_goodput import Load, add_load_flags, parse_tier, requests_of
+from sglang_adapt.core.ablation import Ablation, Scheduler
 from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.core.profile import DecodePoint, PrefillPoint, Profile, ProfileKey, TpProfile
 from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
@@ -85,6 +86,28 @@ def test_what_is_as_the_profile_says_has_no_error(tmp_path: Path) -> None:
     assert result["summary"]["worst_goodput"] == 0.0 and result["summary"]["worst_percentile"] < 1e-9
     assert result["summary"]["right"] == result["summary"]["of"] > 30
     assert "goodput is off by at most 0%" in text
+
+
+def test_what_was_switched_off_is_switched_off_in_the_simulation(tmp_path: Path) -> None:
+    path = measured(tmp_path)
+    known = json.loads(path.read_text())
+    arrivals = with_tiers(poisson(40.0, 6.0, 128, 48, 0), {"strict": 1.0, "loose": 1.0}, 0)
+    hardware = of_profile(PROFILE, "p", (1,), Shape(**ENGINES), 0)
+    layout, off = parse_layout("tp1@0,tp1@1", (1,), 2), Ablation(Scheduler.BATCH_RULE)
+    found = run(System(hardware, 2, layout, ablation=off), arrivals, CONFIG)
+    (like_it,) = known["systems"]["static:tp1"]["runs"]
+    assert found.judged != like_it["tiers"]
+    runs = [{**like_it, "tiers": found.judged}]
+    known["systems"]["ablation:3:tp1"] = {
+        "kind": "ablation",
+        "layout": str(layout),
+        "ablation": off.flags,
+        "runs": runs,
+    }
+    path.write_text(json.dumps(known))
+    _, result = check(path)
+    assert "ablation:3:tp1" in {one["system"] for one in result["figures"]}
+    assert result["summary"]["worst_goodput"] == 0.0
 
 
 def test_slower_engines_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
 from sglang_adapt.core.layout import EngineSpec, Layout, candidate_engines
 
 WARMUP_PROMPT = (0, 1, 2, 3)
@@ -53,6 +54,7 @@ class AdaptConfig:
         interval_s: of the planner.
         sp_tokens: by TP size, tokens of a batch from which it runs sequence-parallel; a size that is not named runs
             all batches tensor-parallel.
+        ablation: which mechanisms are switched off for a measurement.
     """
 
     gpus: int
@@ -72,6 +74,7 @@ class AdaptConfig:
     policy: AdaptPolicy = AdaptPolicy.MANUAL
     interval_s: float = 1.0
     sp_tokens: Mapping[int, int] = field(default_factory=dict)
+    ablation: Ablation = NOTHING_OFF
 
     @property
     def base_tp(self) -> int:

@@ -22,6 +22,7 @@ from sglang_adapt.engine.copying import CopyRefusedError, KvCopies, handles_of
 from sglang_adapt.engine.handoff import EngineHandoff, StaleHandoffError
 from sglang_adapt.engine.handover import EngineHandover
 from sglang_adapt.engine.limits import limit
+from sglang_adapt.engine.reload import reload_weights
 from sglang_adapt.engine.sequence import sequence
 from sglang_adapt.kv.adaptor import LeaseError
 from sglang_adapt.kv.plan import PlanError
@@ -31,6 +32,7 @@ from sglang_adapt.upstream.handoff import recover as recovery
 from sglang_adapt.upstream.kv_pool import EnginePool
 from sglang_adapt.upstream.limits import LimitsError
 from sglang_adapt.upstream.sequence.mode import SequenceModeError
+from sglang_adapt.upstream.weights.again import NotReadError
 
 Handler = Callable[[Any, int, dict[str, Any]], dict[str, Any]]
 """`handler(scheduler, rank, payload)`: stock's scheduler and the rank within the engine."""
@@ -42,6 +44,7 @@ REFUSALS = (
     StaleHandoffError,
     CopyRefusedError,
     PlanError,
+    NotReadError,
     SharedMemoryError,
     msgspec.ValidationError,
     *HANDOFF_REFUSALS,
@@ -71,6 +74,7 @@ HANDLERS: Mapping[str, Handler] = {
     "kv_give_back": kv.give_back,
     "kv_state": kv.state,
     "sequence": sequence,
+    "reload_weights": reload_weights,
 }
 
 
@@ -79,11 +83,13 @@ class EngineControl:
 
     Attributes:
         handlers: what can be asked.
+        page_copies: KV arrives with a copy for each page and plane.
         epoch: the highest epoch of a call so far.
     """
 
-    def __init__(self, handlers: Mapping[str, Handler] = HANDLERS) -> None:
+    def __init__(self, handlers: Mapping[str, Handler] = HANDLERS, *, page_copies: bool = False) -> None:
         self.handlers = dict(handlers)
+        self.page_copies = page_copies
         self.epoch = 0
 
     def started(self, scheduler: Any, rank: int, pool: EnginePool, gpus: tuple[int, ...]) -> None:
@@ -96,7 +102,7 @@ class EngineControl:
         Raises:
             HandoffUnsupportedError, UnknownReqStateError, PatchError: see `EngineHandoff`.
         """
-        copies = KvCopies(pool.engine, pool.geometry, gpus, rank, pool.region)
+        copies = KvCopies(pool.engine, pool.geometry, gpus, rank, pool.region, by_page=self.page_copies)
         handoff = EngineHandoff(scheduler, copies.start)
         handing = EngineHandover(scheduler, copies)
 

@@ -6,6 +6,7 @@ router says so, whatever becomes of the source's processes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,13 +15,15 @@ import numpy as np
 import torch
 
 from sglang_adapt.core.handoff import AdoptCall, KvSource, PrecopyCall
-from sglang_adapt.kv.copiers import CpuCopier, TritonCopier, UnitCopier
+from sglang_adapt.kv.copiers import CpuCopier, PageCopier, TritonCopier, UnitCopier
 from sglang_adapt.kv.copy import DirectExecutor
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.lanes import NOW, Lane, Mark
 from sglang_adapt.kv.plan import CopyBatch, RequestCopy, SourcePlan, batches_to
 from sglang_adapt.kv.plan_build import build_plans
 from sglang_adapt.memory import Region, RegionHandle, attach
+
+logger = logging.getLogger(__name__)
 
 
 class CopyRefusedError(RuntimeError):
@@ -54,10 +57,18 @@ class KvCopies:
         gpus: the deployment's GPUs of the engine's ranks.
         rank: this rank.
         region: its own GPU's region, `geometry.region_shape`, on the rank's device.
+        by_page: each page and plane is a copy of its own.
     """
 
     def __init__(
-        self, engine: str, geometry: PoolGeometry, gpus: tuple[int, ...], rank: int, region: torch.Tensor
+        self,
+        engine: str,
+        geometry: PoolGeometry,
+        gpus: tuple[int, ...],
+        rank: int,
+        region: torch.Tensor,
+        *,
+        by_page: bool = False,
     ) -> None:
         self._engine = engine
         self._geometry = geometry
@@ -67,6 +78,9 @@ class KvCopies:
         self._mapped: dict[int, Region] = {}
         self._lanes: dict[int, Lane] = {}
         self._copier: UnitCopier = TritonCopier() if region.device.type == "cuda" else CpuCopier()
+        if by_page:
+            self._copier = PageCopier()
+            logger.info("KV arrives with a copy for each page, layer, K and V")
 
     def map(self, handles: Mapping[int, RegionHandle]) -> None:
         """Map the regions of other GPUs, by the deployment's index; those that are mapped already stay.

@@ -21,7 +21,7 @@ def rank_main(args: RankArgs, report: Connection) -> None:
         reported = True
 
     try:
-        run_rank(args, send, EngineControl())
+        run_rank(args, send, EngineControl(page_copies=args.page_copies))
     except Exception as error:
         if not reported:
             report.send({"status": "failed", "error": f"{type(error).__name__}: {error}"})

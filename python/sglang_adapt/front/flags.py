@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_adapt.core.ablation import Ablation, AblationError, Scheduler, TierEngines, parse_tier_engines
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.overheads import default_overheads_file
@@ -145,6 +146,69 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         help="where it is kept what engines were seen to take of a GPU's memory beyond weights and KV; read for the "
         "memory plan, written when an engine starts that nothing disturbs (default: %(default)s)",
     )
+    add_ablation_flags(parser)
+
+
+def add_ablation_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that switch mechanisms off as a group of their own."""
+    group = parser.add_argument_group(
+        "sglang_adapt, for measurements",
+        "Each switches one mechanism off, so that what it is worth can be measured (Nitsum, 4.2.1; "
+        "benchmark/compare_goodput.py, ablation:1 to ablation:7). The start says what is off.",
+    )
+    group.add_argument(
+        "--adapt-ablate-scheduler",
+        choices=[scheduler.value for scheduler in Scheduler],
+        default=Scheduler.SLO.value,
+        help="slo: requests are admitted and placed, and iterations limited, by targets; batch-rule: a request goes to "
+        "the engine with the least load if it is predicted to meet its own targets there, else it waits, and nothing "
+        "is refused or limited; arrival: all go at once to the engine with the least load, tiers are only accounted "
+        "for. The last two need --adapt-slo-config (default: %(default)s)",
+    )
+    group.add_argument(
+        "--adapt-ablate-tier-engines",
+        metavar="TIER=ENGINE,.../...",
+        type=_tier_engines,
+        default=(),
+        help="each tier has engines of its own, e.g. strict=tp2@0-1/loose=tp1@2,tp1@3; the layout is these engines. "
+        "With --adapt-policy static and without roles (default: tiers share all engines)",
+    )
+    group.add_argument(
+        "--adapt-ablate-page-copies",
+        action="store_true",
+        help="KV moves with a copy for each page, layer, K and V, instead of with one launch for all of a GPU "
+        "(default: off)",
+    )
+    group.add_argument(
+        "--adapt-ablate-stop-copy",
+        action="store_true",
+        help="a switch of layout copies all KV while requests are paused, and none before (default: off)",
+    )
+    group.add_argument(
+        "--adapt-ablate-reload-weights",
+        action="store_true",
+        help="in each switch engines that enter the layout read the checkpoint again and send their part of it to "
+        "their GPU, while requests are paused; graphs and communicators stay, so a stop and a start takes longer. "
+        "Not with --load-format dummy, which has no checkpoint (default: off)",
+    )
+
+
+def ablation_of(options: argparse.Namespace) -> Ablation:
+    """What the flags of `add_ablation_flags` say."""
+    return Ablation(
+        Scheduler(options.adapt_ablate_scheduler),
+        options.adapt_ablate_tier_engines,
+        options.adapt_ablate_page_copies,
+        options.adapt_ablate_stop_copy,
+        options.adapt_ablate_reload_weights,
+    )
+
+
+def _tier_engines(text: str) -> TierEngines:
+    try:
+        return parse_tier_engines(text)
+    except AblationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def sp_threshold(text: str) -> str | int | None:
@@ -190,6 +254,7 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         tp_sizes_named(ours.adapt_tp_sizes)
     if ours.adapt_request_log is not None and ours.adapt_slo_config is None:
         raise SettingsError("--adapt-request-log tells how tiers fare; give --adapt-slo-config as well")
+    _check_ablation(ours)
     if not 0.05 <= ours.adapt_interval <= 3600:
         raise SettingsError(f"--adapt-interval {ours.adapt_interval}: give 0.05 to 3600 seconds")
     gpus = ours.adapt_virtual_gpus
@@ -198,3 +263,27 @@ def split_argv(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             f"--adapt-virtual-gpus {gpus}: give 1 to {VIRTUAL_GPUS_MAX}; each takes a process for every TP size"
         )
     return ours, rest
+
+
+def _check_ablation(ours: argparse.Namespace) -> None:
+    """Raises SettingsError where a mechanism is switched off that is not there, or that another flag needs."""
+    by_tier = ours.adapt_ablate_tier_engines
+    for flag, given in (
+        (f"--adapt-ablate-scheduler {ours.adapt_ablate_scheduler}", ours.adapt_ablate_scheduler != Scheduler.SLO),
+        ("--adapt-ablate-tier-engines", by_tier),
+    ):
+        if given and ours.adapt_slo_config is None:
+            raise SettingsError(f"{flag} is about tiers; give --adapt-slo-config as well")
+    if by_tier and ours.adapt_policy != AdaptPolicy.STATIC:
+        raise SettingsError(
+            "--adapt-ablate-tier-engines fixes the engines of each tier, so the layout has to stay; give "
+            "--adapt-policy static as well"
+        )
+    if by_tier and ours.adapt_layout is not None:
+        raise SettingsError("--adapt-ablate-tier-engines names all engines of the layout; leave --adapt-layout out")
+    for flag in ("stop_copy", "reload_weights"):
+        if getattr(ours, f"adapt_ablate_{flag}") and ours.adapt_policy == AdaptPolicy.STATIC:
+            raise SettingsError(
+                f"--adapt-ablate-{flag.replace('_', '-')} is about switches of layout, and --adapt-policy static makes "
+                "none; give auto or manual"
+            )

@@ -18,6 +18,7 @@ from typing import Any
 
 import setproctitle
 
+from sglang_adapt.core.ablation import NOTHING_OFF
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.messages import RequestReport, RouterStatus
 from sglang_adapt.core.process import die_with_parent, process_context
@@ -93,6 +94,8 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         config.layout,
         ", ".join(map(str, config.candidates)),
     )
+    if config.ablation != NOTHING_OFF:
+        logger.warning("switched off for a measurement: %s", config.ablation)
     for line in settings.sequences:
         logger.info("sequence parallelism: %s", line)
     if isinstance(settings.memory, MemoryPlan):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_adapt.core.ablation import Ablation, AblationError, check_tier_engines, engines_text
 from sglang_adapt.core.config import WARMUP, AdaptConfig, AdaptPolicy
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError
@@ -16,6 +17,7 @@ from sglang_adapt.front.flags import (
     VIRTUAL_MAX_TOTAL_TOKENS,
     VIRTUAL_PAGE_TOKENS,
     SettingsError,
+    ablation_of,
     split_argv,
     tp_sizes_named,
 )
@@ -89,7 +91,10 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         if ours.adapt_tp_sizes is None
         else check_tp_sizes(tp_sizes_named(ours.adapt_tp_sizes), gpus, heads, kv_heads)
     )
-    layout = _layout(ours.adapt_layout, first.tp_size, tp_sizes, gpus)
+    ablation = ablation_of(ours)
+    _refuse_impossible_ablation(ablation, first, tp_sizes)
+    layout_text = engines_text(ablation.tier_engines) or ours.adapt_layout
+    layout = _layout(layout_text, first.tp_size, tp_sizes, gpus)
     if layout.roles and len(tp_sizes) < 2:
         raise SettingsError(
             f"--adapt-layout {layout}: engines with roles hand requests over through a KV pool that they share, which "
@@ -146,7 +151,10 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
             plans=ours.adapt_policy == AdaptPolicy.AUTO,
             sp=ours.adapt_sp,
         )
-    except TiersError as error:
+        if ablation.tier_engines and tiers.config is not None:
+            names = [tier.name for tier in tiers.config.tiers]
+            check_tier_engines(ablation.tier_engines, names, [engine.name for engine in layout.engines])
+    except (TiersError, AblationError) as error:
         raise SettingsError(str(error)) from None
     config = AdaptConfig(
         gpus=gpus,
@@ -165,6 +173,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         policy=AdaptPolicy(ours.adapt_policy),
         interval_s=ours.adapt_interval,
         sp_tokens=tiers.sp_tokens,
+        ablation=ablation,
         start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
     said = sequence_lines(ours.adapt_sp, tp_sizes, tiers.sp_tokens)
@@ -300,6 +309,22 @@ def _layout(text: str | None, tp_size: int, tp_sizes: tuple[int, ...], gpus: int
     if tp not in tp_sizes:
         raise LayoutError(f"--tp-size {tp} is not among the TP sizes {', '.join(map(str, tp_sizes))}")
     return uniform_layout(tp, gpus)
+
+
+def _refuse_impossible_ablation(ablation: Ablation, args: Any, tp_sizes: tuple[int, ...]) -> None:
+    """Refuse to switch off what a deployment does not have."""
+    if len(tp_sizes) < 2:
+        for flag in ("page_copies", "stop_copy", "reload_weights"):
+            if getattr(ablation, flag):
+                raise SettingsError(
+                    f"--adapt-ablate-{flag.replace('_', '-')} is about requests that move, and with TP {tp_sizes[0]} "
+                    "alone none do; give more --adapt-tp-sizes"
+                )
+    if ablation.reload_weights and args.load_format == "dummy":
+        raise SettingsError(
+            "--adapt-ablate-reload-weights reads the checkpoint again, and --load-format dummy has none; give a model "
+            "with weights, or leave it out (ablation:6-warm of compare_goodput.py)"
+        )
 
 
 def _refuse_other_orders(args: Any) -> None:

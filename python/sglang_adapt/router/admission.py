@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from sglang_adapt.core.ablation import NOTHING_OFF, Ablation, Scheduler
 from sglang_adapt.core.layout import Role
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, RequestReport
 from sglang_adapt.core.slo import SloConfig, Terms, request_terms
@@ -30,8 +31,9 @@ from sglang_adapt.policy.admission import (
     room_for,
     with_takers,
 )
-from sglang_adapt.policy.limits import Bounds, Limits, limits_for
+from sglang_adapt.policy.limits import OPEN, Bounds, Limits, limits_for
 from sglang_adapt.policy.profile import Correction
+from sglang_adapt.policy.simple_rules import by_arrival, by_batch_rule
 from sglang_adapt.policy.tally import Part, Tally
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.engine import Engine
@@ -56,6 +58,8 @@ class Admission:
         bounds: of an engine's iterations, by TP size.
         report: told how each request has ended.
         clock_ms: CLOCK_MONOTONIC in ms.
+        ablation: what is switched off of all this for a measurement. With engines of its own for each tier, a tier
+            that has none there, as it is a new one, has all.
 
     Attributes:
         config: the tiers.
@@ -69,6 +73,7 @@ class Admission:
         bounds: Mapping[int, Bounds],
         report: Callable[[RequestReport], None],
         clock_ms: Callable[[], float],
+        ablation: Ablation = NOTHING_OFF,
     ) -> None:
         if settings.config is None:
             raise ValueError("there are no tiers to admit by")
@@ -80,7 +85,10 @@ class Admission:
         self._clock_ms = clock_ms
         self._records: dict[str, Record] = {}
         self._named: dict[str, AdmitRequest] = {}
-        self._held = Held()
+        self._scheduler = ablation.scheduler
+        self._engines_of = {tier: frozenset(own) for tier, own in ablation.tier_engines}
+        self._held: dict[frozenset[str] | None, Held] = {}
+        """What waits, by the engines that it has; None: all."""
         self._waiting: Counter[str] = Counter()
         self._outputs: dict[str, float] = {}
         self._turn = 0
@@ -93,7 +101,7 @@ class Admission:
     @property
     def held(self) -> int:
         """Requests that wait here for room."""
-        return len(self._held)
+        return sum(map(len, self._held.values()))
 
     @property
     def corrections(self) -> Mapping[int, Correction]:
@@ -135,7 +143,7 @@ class Admission:
         now = self._now()
         self._expected.asked(request.terms)
         job = self._job(request.terms, request.tokens, request.output, now - request.arrived_ms)
-        decision = self._decide(request.terms, job, self._where_all(engines))
+        decision = self._decide(request.terms, job, self._where_all(self._open_to(request.terms, engines)))
         if decision.outcome is Outcome.REFUSED:
             return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason)
         self._tickets.give(request, decision, now)
@@ -180,47 +188,67 @@ class Admission:
             terms, arrived, output = request_terms(self.config), now, None
             self._expected.asked(terms)
         prefixes = prefixes_of(ids)
-        loads = self._where_all(engines, prefixes)
+        loads = self._where_all(self._open_to(terms, engines), prefixes)
         # It has been admitted: if its place is gone by now it is late, but it is not refused any more.
         job = self._job(terms, tokens, output, now - arrived)
         decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
         self._records[rid] = Record(terms, tokens, arrived, decision, output, prefixes=prefixes)
         if known is None:
             self._waiting[terms.tier] += 1
-        if decision.outcome is Outcome.FEASIBLE:
-            assert decision.engine is not None
+        if decision.engine is not None:
             return decision.engine
-        self._held.add(rid, decision.outcome, None if terms.ttft_ms is None else arrived + terms.ttft_ms)
+        held = self._held.setdefault(self._engines_of.get(terms.tier), Held())
+        held.add(rid, decision.outcome, None if terms.ttft_ms is None else arrived + terms.ttft_ms)
         return None
 
     def next_held(self, engines: Sequence[Engine]) -> tuple[str, str] | None:
         """(request, engine) of what is held and may go now; the caller sends it, and asks again."""
-        if not engines or not self._held:
-            return None
+        for names, held in self._held.items():
+            some = [engine for engine in engines if names is None or engine.name in names]
+            if some and held and (found := self._next_of(held, some)) is not None:
+                return found
+        return None
+
+    def _next_of(self, held: Held, engines: Sequence[Engine]) -> tuple[str, str] | None:
+        """The same, of what waits for these engines; some does."""
         loads = self._where_all(engines)
-        oldest = min(self._held.heads(), key=self._age)
+        oldest = min(held.heads(), key=self._age)
+        if self._scheduler is Scheduler.ARRIVAL:
+            # It came while there was no engine.
+            name = by_arrival(loads).engine
+            assert name is not None
+            held.drop(oldest)
+            return oldest, name
         if self._clock_ms() - self._records[oldest].arrived_ms > self.config.background_wait_s * 1000:
             at = aged_place(loads, [self._tally.of(engine.name).aged for engine in engines])
             if at is not None:
-                self._held.drop(oldest)
+                held.drop(oldest)
                 self._records[oldest].aged = True
                 return oldest, engines[at].name
-        first = self._held.next_in_time(lambda rid: is_late(self._job_of(self._records[rid]), loads))
+        first = held.next_in_time(lambda rid: is_late(self._job_of(self._records[rid]), loads))
         if first is not None:
             record = self._records[first]
-            decision = place(self._job_of(record), loads)
+            decision = self._place(self._job_of(record), loads)
             if decision is not None and decision.engine is not None:
                 record.decision = decision
-                self._held.drop(first)
+                held.drop(first)
                 return first, decision.engine
-        rid = first or self._held.first()
+        rid = first or held.first()
         at = room_for(self._job_of(self._records[rid]), loads, self._expected.spare_ms(), self._turn)
         if at is None:
             # What is behind it in its own queue waits for it; background work behind best effort does, too.
             return None
         self._turn = (at + 1) % len(loads)
-        self._held.drop(rid)
+        held.drop(rid)
         return rid, engines[at].name
+
+    def _place(self, job: Job, loads: Sequence[Load]) -> Decision | None:
+        return place(job, loads) if self._scheduler is Scheduler.SLO else by_batch_rule(job, loads)
+
+    def _open_to(self, terms: Terms, engines: Sequence[Engine]) -> Sequence[Engine]:
+        """Those of these engines that a tier's requests have."""
+        own = self._engines_of.get(terms.tier)
+        return engines if own is None else [engine for engine in engines if engine.name in own]
 
     def _age(self, rid: str) -> tuple[float, str]:
         record = self._records[rid]
@@ -234,7 +262,7 @@ class Admission:
         """The engines where a request that has its first token would keep its target, and what runs there its own; of
         one without a promise those where it costs no target."""
         record = self._records.get(rid)
-        if record is None:
+        if record is None or self._scheduler is not Scheduler.SLO:
             return {engine.name for engine in engines}
         job, loads = self._job_of(record), self._where(engines)
         if not record.promised or job.tpot_ms is None:
@@ -248,6 +276,8 @@ class Admission:
 
     def limits(self, engine: Engine, coming: str | None = None) -> Limits:
         """What an engine may do in an iteration now; with `coming`, as soon as this request has been sent to it."""
+        if self._scheduler is not Scheduler.SLO:
+            return OPEN
         record = None if coming is None else self._records.get(coming)
         load = self._where([engine], () if record is None else record.prefixes)[0]
         if self.roles().get(engine.name) is Role.PREFILL:
@@ -330,7 +360,8 @@ class Admission:
         record = self._records.pop(rid, None)
         if record is None:
             return
-        self._held.drop(rid)
+        for held in self._held.values():
+            held.drop(rid)
         if record.first_ms is None:
             self._waiting[record.terms.tier] -= 1
             if finished:
@@ -346,6 +377,10 @@ class Admission:
     # Figures.
 
     def _decide(self, terms: Terms, job: Job, loads: Sequence[Load], *, unlimited: bool = False) -> Decision:
+        if self._scheduler is Scheduler.ARRIVAL:
+            return by_arrival(loads)
+        if self._scheduler is Scheduler.BATCH_RULE:
+            return by_batch_rule(job, loads)
         names = {tier.name: tier.queue_limit for tier in self.config.tiers}
         waiting = self._waiting[terms.tier] + self._tickets.of_tier[terms.tier]
         limit = 1 << 62 if unlimited else names.get(terms.tier, 1 << 62)
@@ -364,6 +399,9 @@ class Admission:
     def _where_all(self, engines: Sequence[Engine], prefixes: Sequence[Prefix] = ()) -> list[Load]:
         """The same, of all that serve: more is to be placed there, and room is left for tiers to be expected."""
         names, roles = [engine.name for engine in engines], self.roles()
+        if self._scheduler is not Scheduler.SLO:
+            # No room is left, and nothing is asked of what takes over.
+            return self._loads.of(names, prefixes)
         takers = [name for name, role in roles.items() if role is not Role.PREFILL]
         readers = {name for name in names if roles.get(name) is Role.PREFILL}
         if not readers:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 30.0
 """How long an engine may take to answer: it finishes the batch in flight first, which a long prefill makes long."""
+CALL_TIMEOUTS_S = {"reload_weights": 600.0}
+"""The same of calls that take longer."""
 
 
 class EngineCallError(RuntimeError):
@@ -61,7 +63,7 @@ class EngineCalls:
         self._deaths: Counter[str] = Counter()
 
     async def call(
-        self, engine: str, name: str, payload: dict[str, Any], epoch: int, timeout_s: float = CALL_TIMEOUT_S
+        self, engine: str, name: str, payload: dict[str, Any], epoch: int, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Ask all ranks of an engine for one thing and wait; returns what each rank answered.
 
@@ -76,7 +78,7 @@ class EngineCalls:
             name: what to do, one of `engine.control.HANDLERS`.
             payload: plain values and bytes, the same for all ranks.
             epoch: of the layout that the call belongs to.
-            timeout_s: how long to wait, in seconds.
+            timeout_s: how long to wait, in seconds; None: as long as such a call may take.
 
         Raises:
             CallRefusedError, CallBrokenError, EngineGoneError: see there.
@@ -84,7 +86,7 @@ class EngineCalls:
         return await self.begin(engine, name, payload, epoch, timeout_s)
 
     def begin(
-        self, engine: str, name: str, payload: dict[str, Any], epoch: int, timeout_s: float = CALL_TIMEOUT_S
+        self, engine: str, name: str, payload: dict[str, Any], epoch: int, timeout_s: float | None = None
     ) -> Awaitable[list[dict[str, Any]]]:
         """The same, sent before this returns, so that the engine has it before whatever is sent to it next.
 
@@ -99,6 +101,8 @@ class EngineCalls:
         except zmq.Again:
             return _failed(EngineGoneError(f"{engine}: {name} was not sent: the engine does not take messages"))
         self._open[call.id] = (engine, call, future)
+        if timeout_s is None:
+            timeout_s = CALL_TIMEOUTS_S.get(name, CALL_TIMEOUT_S)
         return self._answer(call, engine, future, (sent_s, self._deaths[engine]), timeout_s)
 
     async def _answer(

@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
 from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.core.handoff import (
     AdoptAnswer,
@@ -83,6 +84,7 @@ class Modes:
         drain_timeout_s: how long requests that cannot be moved may take to end.
         costs: by which strategies are compared.
         ended: called with each switch that was asked for, and what came of it.
+        ablation: what is switched off of a switch for a measurement.
 
     Attributes:
         kept: requests that stay paused at engines outside the layout.
@@ -98,7 +100,9 @@ class Modes:
         drain_timeout_s: float,
         costs: Costs = MEASURED_COSTS,
         ended: Callable[[Switch, Outcome], None] = lambda switch, outcome: None,
+        ablation: Ablation = NOTHING_OFF,
     ) -> None:
+        self._ablation = ablation
         self._router = router
         self._pools = pools
         self._specs = specs
@@ -209,11 +213,14 @@ class Modes:
         precopy = Precopy(self._pools, self._handoff, self._up.is_up)
         exports: list[Export] = []
         try:
-            if switch.strategy in (Strategy.AUTO, Strategy.MIGRATE):
+            if switch.strategy in (Strategy.AUTO, Strategy.MIGRATE) and not self._ablation.stop_copy:
                 with switch.phase("precopy"):
                     await self._copy_ahead(switch, precopy)
             with switch.phase("export"):
                 await self._export_all(switch, exports, precopy)
+            if self._ablation.reload_weights:
+                with switch.phase("reload"):
+                    await self._reload_weights(switch)
             if switch.strategy is Strategy.KEEP:
                 arrivals: dict[EngineSpec, list[Arrival]] = {}
             else:
@@ -371,6 +378,18 @@ class Modes:
             rid, reason = next(iter(answers[0].staying.items()))
             raise SwitchRefusedError(f"{spec}: request {rid} cannot be moved: {reason}")
         return export
+
+    async def _reload_weights(self, switch: Switch) -> None:
+        """Let all engines that enter read their weights again. Raises SwitchRefusedError if one cannot."""
+        results = await asyncio.gather(
+            *(self._pools.ask(spec, "reload_weights", {}) for spec in switch.entering), return_exceptions=True
+        )
+        for spec, result in zip(switch.entering, results, strict=True):
+            if isinstance(result, EngineCallError):
+                raise SwitchRefusedError(f"engine {spec} has not read its weights again: {result}") from result
+            if isinstance(result, BaseException):
+                raise result
+            switch.note_steps("reload", (answer["steps_ms"] for answer in result))
 
     async def _blocks_of_the_dead(self, switch: Switch) -> None:
         """Wait until engines that leave and have died are gone: what enters needs their blocks to go on."""

@@ -221,6 +221,7 @@ class _Process:
             self._memory.kv_regions,
             self._config.switch_drain_timeout_s,
             ended=self._switch_ended(),
+            ablation=self._config.ablation,
         )
         self._readback = Readback(self._router, self.pools, self.modes, self._specs, self._config.sp_tokens)
         if self._args.any_server_args.enable_metrics:

@@ -139,6 +139,7 @@ class EngineStarts:
                         pool=None if leases is None else self._memory.rank_pool(spec, rank, leases[rank]),
                         sp_tokens=self._config.sp_tokens.get(spec.tp),
                         base_tp=self._config.base_tp,
+                        page_copies=self._config.ablation.page_copies,
                     ),
                 ),
             )

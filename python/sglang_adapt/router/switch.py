@@ -22,7 +22,7 @@ from sglang_adapt.policy.planner import Trigger
 
 Blocks = list[list[int]]
 """Blocks of one request in token order, a list a rank."""
-Phase = Literal["prepare", "precopy", "export", "plan", "adopt", "release"]
+Phase = Literal["prepare", "precopy", "export", "reload", "plan", "adopt", "release"]
 Way = Literal["migrated", "recomputed", "waiting", "kept", "resumed", "drained", "stranded"]
 """What becomes of a request: it moves with its KV, without it, or had none; it stays paused, or goes on after that; it
 ends first; or it lost its engine and goes on from its tokens."""
@@ -221,7 +221,7 @@ class Switch:
 
     @property
     def pause_ms(self) -> float:
-        pausing: tuple[Phase, ...] = ("export", "plan", "adopt")
+        pausing: tuple[Phase, ...] = ("export", "reload", "plan", "adopt")
         return sum(self.phases_ms.get(name, 0.0) for name in pausing)
 
     @contextmanager

@@ -34,6 +34,7 @@ def make_admission(args: RouterArgs, report: Callable[[RequestReport], None]) ->
         {tp: bounds_of(server_args) for tp, server_args in args.server_args.items()},
         report,
         lambda: time.monotonic() * 1000,
+        args.config.ablation,
     )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sglang_adapt.core.ablation import Ablation
 from sglang_adapt.core.layout import LayoutError, parse_layout
 from sglang_adapt.core.profile import Profile
 from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
+from sglang_adapt.front.flags import ablation_of, add_ablation_flags
 from sglang_adapt.simulate.hardware import Shape, of_profile
 from sglang_adapt.simulate.load import Arrival, Cut, LoadError, faster, poisson, read_trace, with_tiers
 from sglang_adapt.simulate.outcome import aligned
@@ -68,12 +71,13 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
 
 class MeasuredSystem(msgspec.Struct, frozen=True):
-    """A system and its runs; ours also says what its engines are."""
+    """A system and its runs; ours also says what its engines are, and by which flags mechanisms are switched off."""
 
     kind: str
     layout: str
     runs: tuple[MeasuredRun, ...]
     engines: Engines | None = None
+    ablation: tuple[str, ...] = ()
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -176,8 +180,17 @@ def _simulated(path: Path, known: Measured) -> Iterator[tuple[str, MeasuredRun, 
             raise CheckError(f"{path}: {name}: {error}") from None
         for one in measured.runs:
             arrivals = arrivals_of(known.load, one)
-            simulated = run(System(hardware, known.gpus, layout, admission=measured.kind == "static"), arrivals, config)
+            admission = measured.kind in ("static", "ablation")
+            system = System(hardware, known.gpus, layout, admission, ablation=switched_off(measured.ablation))
+            simulated = run(system, arrivals, config)
             yield name, one, simulated.judged
+
+
+def switched_off(flags: Sequence[str]) -> Ablation:
+    """What these flags of the server switch off."""
+    parser = argparse.ArgumentParser()
+    add_ablation_flags(parser)
+    return ablation_of(parser.parse_args(flags))
 
 
 def arrivals_of(load: Sent, one: MeasuredRun) -> list[Arrival]:

@@ -23,18 +23,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sglang_adapt.core.ablation import NOTHING_OFF, Ablation, AblationError, check_tier_engines, engines_text
 from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.files import replace_file
-from sglang_adapt.core.layout import LayoutError
+from sglang_adapt.core.layout import Layout, LayoutError, parse_layout
 from sglang_adapt.core.slo_file import SloFileError
-from sglang_adapt.front.flags import sp_threshold
+from sglang_adapt.front.flags import ablation_of, add_ablation_flags, sp_threshold
 from sglang_adapt.simulate.check import CheckError, check
 from sglang_adapt.simulate.flags import AUTO, FlagError, layout_of, setting_of
 from sglang_adapt.simulate.hardware import PRICE, HardwareError
 from sglang_adapt.simulate.load import LoadError
 from sglang_adapt.simulate.outcome import table
 from sglang_adapt.simulate.study import STUDIES, Setting, StudyError
-from sglang_adapt.simulate.systems import Run, System, run, split
+from sglang_adapt.simulate.systems import RELOAD_S, Run, System, priced, run, split
 from sglang_adapt.version import __version__
 
 
@@ -149,6 +150,14 @@ def _parser() -> argparse.ArgumentParser:
         help="of a switch: fixed, and of the KV it copies "
         f"(default: {PRICE.fixed_ms:g}:{PRICE.bytes_per_s:g}; a copy a page: 3.2e9; a stop and start: 57000)",
     )
+    system.add_argument(
+        "--reload",
+        type=number,
+        default=RELOAD_S,
+        metavar="SECONDS",
+        help="of a switch with --adapt-ablate-reload-weights (default: %(default)g, a stop and a start on 2 H200)",
+    )
+    add_ablation_flags(parser)
     more = parser.add_argument_group("series and checks")
     more.add_argument("--study", choices=tuple(STUDIES), help="a series of runs, see docs/simulation.md")
     more.add_argument(
@@ -175,24 +184,47 @@ def _one(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             took = told[0] - began
             _say(f"{ended} of {of} requests ended, {now_ms / 1e3:.0f} s simulated in {took:.0f} s")
 
+    ablation = ablation_of(options)
+    if options.system != "ours" and ablation != NOTHING_OFF:
+        raise FlagError(f"{ablation.flags[0]} switches a mechanism of ours off; leave --system {options.system} out")
     if options.system == "split":
         found = split(setting.hardware, setting.gpus, setting.arrivals, setting.config)
     else:
         auto = options.layout == AUTO
         if auto and options.system == "stock":
             raise FlagError("--layout auto: stock has a layout that stays; give one, e.g. tp1")
-        layout = layout_of(options.layout, setting)
+        if ablation.tier_engines:
+            layout, auto = _layout_of_tiers(ablation, options.layout, setting), False
+        else:
+            layout = layout_of(options.layout, setting)
         system = System(
             setting.hardware,
             setting.gpus,
             layout,
             admission=options.system == "ours",
             interval_s=setting.interval_s if auto else None,
-            price=setting.price,
+            price=priced(setting.price, ablation, setting.reload_s),
+            ablation=ablation,
         )
         found = run(system, setting.arrivals, setting.config, progress)
     result = {"setting": setting.report(), "system": options.system, "layout": options.layout, **found.report()}
     return _told(found, setting), result
+
+
+def _layout_of_tiers(ablation: Ablation, text: str, setting: Setting) -> Layout:
+    """The engines of all tiers, as the server makes its layout of them. Raises FlagError, LayoutError."""
+    if text != AUTO:
+        raise FlagError("--adapt-ablate-tier-engines names all engines of the layout; leave --layout out")
+    layout = parse_layout(engines_text(ablation.tier_engines), setting.hardware.tp_sizes, setting.gpus)
+    try:
+        check_tier_engines(
+            ablation.tier_engines,
+            [tier.name for tier in setting.config.tiers],
+            [engine.name for engine in layout.engines],
+        )
+    except AblationError as error:
+        raise FlagError(str(error)) from None
+    return layout
 
 
 def _told(found: Run, setting: Setting) -> str:

@@ -65,7 +65,7 @@ class Control:
         self._terms = tuple(Terms(tier.name, tier.weight, tier.ttft_ms, tier.tpot_ms) for tier in config.tiers)
         self._interval_ms = None if interval_s is None else interval_s * 1e3
         self._price = price or hardware.price
-        self._pilot = Pilot(self._price, interval_s or 1.0)
+        self._pilot = Pilot(hardware.price, interval_s or 1.0)
         self.layout = layout
         self.began_with = layout
         self.switches: list[SwitchMade] = []

@@ -51,7 +51,9 @@ def setting_of(options: argparse.Namespace) -> Setting:
             f"--trace: the request at {too_long.at_ms / 1e3:.3f} s has {too_long.prompt + too_long.output} tokens, and "
             f"engines here hold {longest}; leave such out with --longest {longest}"
         )
-    return Setting(hardware, options.gpus, tuple(arrivals), config, options.interval, hardware.price)
+    if not options.reload >= 0:
+        raise FlagError(f"--reload {options.reload:g}: give seconds, 0 or more")
+    return Setting(hardware, options.gpus, tuple(arrivals), config, options.interval, hardware.price, options.reload)
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
 from sglang_adapt.core.layout import Role
 from sglang_adapt.core.messages import AdmitRequest, RequestReport
 from sglang_adapt.core.profile import ProfileKey
@@ -187,6 +188,7 @@ class ByTiers:
         place: sends a request to an engine.
         clock_ms: the time.
         report: told how each request has ended.
+        ablation: what is switched off of admission.
     """
 
     ages = True
@@ -199,10 +201,11 @@ class ByTiers:
         place: Place,
         clock_ms: Callable[[], float],
         report: Callable[[RequestReport], None] = lambda report: None,
+        ablation: Ablation = NOTHING_OFF,
     ) -> None:
         sizes = hardware.tp_sizes
         settings = _Settings(config, "simulated", _KEY, sizes, 0, hardware.profile, (), known=hardware.times)
-        self.admission = Admission(settings, tp_of, hardware.bounds, report, clock_ms)
+        self.admission = Admission(settings, tp_of, hardware.bounds, report, clock_ms, ablation)
         self._hardware = hardware
         self._place = place
         self._terms = {tier.name: request_terms(config, tier.name) for tier in config.tiers}

@@ -8,23 +8,20 @@ from typing import Any
 
 import msgspec
 
-from sglang_adapt.core.layout import Layout, Role, uniform_layout
+from sglang_adapt.core.ablation import NOTHING_OFF, PREFIX, STEPS, Ablation, engines_text, tier_engines_text
+from sglang_adapt.core.layout import Layout, Role, parse_layout, uniform_layout
 from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.policy.price import Price
 from sglang_adapt.simulate.hardware import Hardware
 from sglang_adapt.simulate.load import Arrival, faster, overlaid
 from sglang_adapt.simulate.outcome import aligned
-from sglang_adapt.simulate.systems import Run, System, carries, run, split
+from sglang_adapt.simulate.systems import RELOAD_S, Run, System, best_tier_engines, carries, priced, run, split
 
 ATTAINMENT = 0.8
 """A system carries a load if this part of all requests is good (Nitsum, 4.2.3)."""
 INTERVALS_S = (0.1, 0.3, 1.0, 3.0, 10.0)
 SCALES = (0.75, 1.0, 1.5, 2.0, 3.0)
 GPUS = (4, 8, 16, 32, 64)
-NAIVE = Price(fixed_ms=57_000.0, bytes_per_s=3.2e9)
-"""Of a switch by a stop and a start with the weights loaded anew, and a copy a page: both measured (README)."""
-PER_PAGE = Price(fixed_ms=60.0, bytes_per_s=3.2e9)
-"""Of a switch with warm engines and a copy a page."""
 
 Say = Callable[[str], None]
 Found = tuple[str, dict[str, Any]]
@@ -45,6 +42,7 @@ class Setting:
         config: the tiers.
         interval_s: of the planner's windows.
         price: of a switch.
+        reload_s: of a switch that reads the weights again, in s.
     """
 
     hardware: Hardware
@@ -53,6 +51,7 @@ class Setting:
     config: SloConfig
     interval_s: float
     price: Price
+    reload_s: float = RELOAD_S
 
     def report(self) -> dict[str, Any]:
         """For a result file."""
@@ -80,43 +79,49 @@ def scaled(config: SloConfig, scale: float) -> SloConfig:
     return msgspec.structs.replace(config, tiers=tuple(tiers))
 
 
-def _auto_system(setting: Setting, price: Price | None = None, interval_s: float | None = None) -> System:
+def _auto_system(setting: Setting, interval_s: float | None = None, ablation: Ablation = NOTHING_OFF) -> System:
     return System(
         setting.hardware,
         setting.gpus,
         uniform_layout(setting.hardware.tp_sizes[0], setting.gpus),
         interval_s=interval_s or setting.interval_s,
-        price=price or setting.price,
+        price=priced(setting.price, ablation, setting.reload_s),
+        ablation=ablation,
     )
 
 
-def _auto(setting: Setting, price: Price | None = None, interval_s: float | None = None) -> Run:
-    return run(_auto_system(setting, price, interval_s), setting.arrivals, setting.config)
+def _auto(setting: Setting, interval_s: float | None = None, ablation: Ablation = NOTHING_OFF) -> Run:
+    return run(_auto_system(setting, interval_s, ablation), setting.arrivals, setting.config)
 
 
-def _static_system(setting: Setting, tp: int, *, admission: bool) -> System:
-    return System(setting.hardware, setting.gpus, uniform_layout(tp, setting.gpus), admission)
+def _static_system(
+    setting: Setting, layout: int | Layout, *, admission: bool = True, ablation: Ablation = NOTHING_OFF
+) -> System:
+    """A layout, or engines of a TP size, that stay."""
+    if isinstance(layout, int):
+        layout = uniform_layout(layout, setting.gpus)
+    return System(setting.hardware, setting.gpus, layout, admission, ablation=ablation)
 
 
-def _static(setting: Setting, tp: int, *, admission: bool) -> Run:
-    return run(_static_system(setting, tp, admission=admission), setting.arrivals, setting.config)
+def _static(setting: Setting, layout: int | Layout, *, admission: bool = True, ablation: Ablation = NOTHING_OFF) -> Run:
+    system = _static_system(setting, layout, admission=admission, ablation=ablation)
+    return run(system, setting.arrivals, setting.config)
 
 
-def _best_static(setting: Setting, *, admission: bool) -> Run:
-    runs = [(tp, _static(setting, tp, admission=admission)) for tp in setting.hardware.tp_sizes]
+def _best_static(setting: Setting, *, admission: bool = True, ablation: Ablation = NOTHING_OFF) -> Run:
+    runs = [(tp, _static(setting, tp, admission=admission, ablation=ablation)) for tp in setting.hardware.tp_sizes]
     tp, best = max(runs, key=lambda one: one[1].goodput_rps)
     return replace(best, notes=f"TP {tp}")
 
 
-def _best_roles(setting: Setting, *, admission: bool) -> Run:
+def _best_roles(setting: Setting, *, admission: bool = True, ablation: Ablation = NOTHING_OFF) -> Run:
     """Engines of one TP size that prefill and others that decode: the best of all such layouts."""
     runs = []
     for tp in setting.hardware.tp_sizes:
         engines = uniform_layout(tp, setting.gpus).engines
         for reads in range(1, len(engines)):
             roles = (Role.PREFILL,) * reads + (Role.DECODE,) * (len(engines) - reads)
-            system = System(setting.hardware, setting.gpus, Layout(engines, roles), admission)
-            made = run(system, setting.arrivals, setting.config)
+            made = _static(setting, Layout(engines, roles), admission=admission, ablation=ablation)
             runs.append(replace(made, notes=f"{reads} of {len(engines)} engines of TP {tp} prefill"))
     if not runs:
         raise StudyError(f"--gpus {setting.gpus}: roles need two engines")
@@ -134,19 +139,42 @@ def compare(setting: Setting, say: Say) -> Found:
 
 
 def ablation(setting: Setting, say: Say) -> Found:
-    """Nitsum's steps (4.2.1), as far as they are decisions."""
-    first = setting.hardware.tp_sizes[0]
-    steps: dict[str, Callable[[], Run]] = {
-        f"static TP {first}": lambda: _static(setting, first, admission=False),
-        "fixed roles, the best ones": lambda: _best_roles(setting, admission=False),
-        "best static TP": lambda: _best_static(setting, admission=False),
-        "per-tier TP": lambda: split(setting.hardware, setting.gpus, setting.arrivals, setting.config),
-        "+ admission and limits": lambda: _best_static(setting, admission=True),
-        "+ dynamic TP, stop and start, a copy a page": lambda: _auto(setting, NAIVE),
-        "+ dynamic TP, warm engines, a copy a page": lambda: _auto(setting, PER_PAGE),
-        "full": lambda: _auto(setting),
+    """Nitsum's steps (4.2.1), as the server has them: with what its flags switch off (`core.ablation.STEPS`).
+
+    Where a step has the best of its layouts, the notes say which one, as `compare_goodput.py` takes it.
+    """
+    by_tier: list[Run] = []
+
+    def tiers_apart() -> Run:
+        off = STEPS["4"].ablation
+        system = _static_system(setting, setting.hardware.tp_sizes[0], ablation=off)
+        try:
+            own = best_tier_engines(system, setting.arrivals, setting.config)
+        except ValueError as error:
+            raise StudyError(f"--gpus {setting.gpus}: {error}") from None
+        layout = parse_layout(engines_text(own), setting.hardware.tp_sizes, setting.gpus)
+        made = _static(setting, layout, ablation=replace(off, tier_engines=own))
+        by_tier.append(replace(made, notes=tier_engines_text(own)))
+        return by_tier[0]
+
+    def together() -> Run:
+        assert by_tier[0].first is not None
+        return replace(_static(setting, by_tier[0].first, ablation=STEPS["5"].ablation), notes=by_tier[0].notes)
+
+    ways: dict[str, Callable[[], Run]] = {
+        "1": lambda: _static(setting, setting.hardware.tp_sizes[0], ablation=STEPS["1"].ablation),
+        "2": lambda: _best_roles(setting, ablation=STEPS["2"].ablation),
+        "3": lambda: _best_static(setting, ablation=STEPS["3"].ablation),
+        "4": tiers_apart,
+        "5": together,
     }
-    return _series(setting, steps, say)
+
+    def step(number: str) -> Run:
+        known = STEPS[number]
+        made = _auto(setting, ablation=known.ablation) if known.follows else ways[number]()
+        return replace(made, notes=f"{known.what}{': ' if made.notes else ''}{made.notes}")
+
+    return _series(setting, {f"{PREFIX}{one}": lambda one=one: step(one) for one in STEPS}, say)  # type: ignore[misc]
 
 
 def roles(setting: Setting, say: Say) -> Found:

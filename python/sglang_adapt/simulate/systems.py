@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sglang_adapt.core.layout import Layout, uniform_layout
+from sglang_adapt.core.ablation import NOTHING_OFF, Ablation, TierEngines
+from sglang_adapt.core.layout import EngineSpec, Layout, uniform_layout
 from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.policy.price import Price
 from sglang_adapt.simulate.control import Control, SwitchMade
@@ -21,6 +22,21 @@ from sglang_adapt.simulate.routing import ByTiers, LeastLoad, Routing
 
 Progress = Callable[[int, int, float], None]
 
+RELOAD_S = 57.0
+"""Of a switch by a stop and a start, with the weights loaded anew: measured on 2 H200 (docs/results.md)."""
+PAGE_COPIES_BYTES_PER_S = 3.2e9
+"""KV copied with a copy for each page: measured on 2 H200 (docs/results.md)."""
+
+
+def priced(price: Price, ablation: Ablation, reload_s: float = RELOAD_S) -> Price:
+    """What a switch costs with mechanisms switched off. All KV is copied in the pause in any case here, so that
+    `stop_copy` makes no difference."""
+    if ablation.page_copies:
+        price = replace(price, bytes_per_s=min(price.bytes_per_s, PAGE_COPIES_BYTES_PER_S))
+    if ablation.reload_weights:
+        price = replace(price, fixed_ms=max(price.fixed_ms, 1e3 * reload_s))
+    return price
+
 
 @dataclass(frozen=True)
 class System:
@@ -33,6 +49,7 @@ class System:
         admission: requests are placed by tiers; else as stock does.
         interval_s: of the planner's windows; None: the layout stays.
         price: that switches really have; None: that of `hardware`.
+        ablation: what is switched off of ours; of switches `price` says it.
     """
 
     hardware: Hardware
@@ -41,6 +58,7 @@ class System:
     admission: bool = True
     interval_s: float | None = None
     price: Price | None = None
+    ablation: Ablation = NOTHING_OFF
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,7 @@ class Run:
         batches: that engines have run.
         requests: each one.
         notes: what was chosen, in words.
+        flags: of the server that switch off what was switched off.
     """
 
     judged: Judged
@@ -66,6 +85,7 @@ class Run:
     batches: int
     requests: Sequence[Request] = field(repr=False, default=())
     notes: str = ""
+    flags: tuple[str, ...] = ()
 
     @property
     def attainment(self) -> float:
@@ -81,6 +101,7 @@ class Run:
             "tiers": self.judged,
             "layouts": [] if self.first is None else timeline(self.first, self.switches),
             "notes": self.notes,
+            **({"flags": list(self.flags)} if self.flags else {}),
             "seconds": round(self.seconds, 3),
             "batches": self.batches,
             "took_s": round(self.took_s, 2),
@@ -127,7 +148,8 @@ def _run(
     tp_of = {name: spec.tp for name, spec in node.specs.items()}
     routing: Routing
     if system.admission:
-        routing = ByTiers(config, system.hardware, tp_of, node.place, lambda: node.now_ms)
+        clock = lambda: node.now_ms  # noqa: E731
+        routing = ByTiers(config, system.hardware, tp_of, node.place, clock, ablation=system.ablation)
     else:
         routing = LeastLoad(system.hardware, node.place)
     node.use(routing)
@@ -144,21 +166,63 @@ def _run(
     seconds = _seconds(arrivals)
     judged = judge(node.requests, config, seconds)
     took = time.process_time() - began
-    return Run(judged, system.layout, tuple(control.switches), seconds, took, node.batches, node.requests)
+    return Run(
+        judged,
+        system.layout,
+        tuple(control.switches),
+        seconds,
+        took,
+        node.batches,
+        node.requests,
+        flags=system.ablation.flags,
+    )
 
 
-def split(
-    hardware: Hardware, gpus: int, arrivals: Sequence[Arrival], config: SloConfig, *, admission: bool = False
-) -> Run:
+def split(hardware: Hardware, gpus: int, arrivals: Sequence[Arrival], config: SloConfig) -> Run:
     """*Split* of Nitsum: GPUs divided between the tiers, each part at the static TP size at which it is best.
 
     All divisions and TP sizes are tried on the load itself, so the rival knows what comes. Tiers without a request get
-    no GPU. Stock in each part, or ours with `admission`.
+    no GPU. Stock in each part.
 
     Raises:
         ValueError: there are fewer GPUs than tiers with requests.
     """
     began = time.process_time()
+    parts = _best_parts(System(hardware, gpus, uniform_layout(hardware.tp_sizes[0], gpus), False), arrivals, config)
+    requests = sorted((one for *_, part in parts for one in part.requests), key=lambda one: one.arrival.at_ms)
+    seconds = _seconds(arrivals)
+    notes = ", ".join(f"{tier}: {counted(part.first)}" for tier, _, _, part in parts if part.first is not None)
+    batches = sum(part.batches for *_, part in parts)
+    took = time.process_time() - began
+    return Run(judge(requests, config, seconds), None, (), seconds, took, batches, requests, notes)
+
+
+def best_tier_engines(system: System, arrivals: Sequence[Arrival], config: SloConfig) -> TierEngines:
+    """Engines of its own for each tier, so that the system carries most; found as `split` finds its parts.
+
+    Args:
+        system: whose layout does not count.
+        arrivals: the load.
+        config: its tiers.
+
+    Raises:
+        ValueError: there are fewer GPUs than tiers with requests.
+    """
+    found, first = [], 0
+    # The widest engines first, so that all groups are aligned.
+    for tier, share, tp, _ in sorted(_best_parts(system, arrivals, config), key=lambda part: -part[2]):
+        found.append((tier, tuple(EngineSpec(gpu, tp).name for gpu in range(first, first + share, tp))))
+        first += share
+    return tuple(found)
+
+
+def _best_parts(system: System, arrivals: Sequence[Arrival], config: SloConfig) -> list[tuple[str, int, int, Run]]:
+    """(tier, GPUs, TP size, run) of each part of the best division of GPUs between tiers.
+
+    Raises:
+        ValueError: there are fewer GPUs than tiers with requests.
+    """
+    hardware, gpus = system.hardware, system.gpus
     tiers = [tier.name for tier in config.tiers if any(one.tier == tier.name for one in arrivals)]
     loads = {name: [one for one in arrivals if one.tier == name] for name in tiers}
     known: dict[tuple[str, int, int], Run] = {}
@@ -166,7 +230,7 @@ def split(
     def best(tier: str, share: int) -> tuple[int, Run]:
         for tp in (tp for tp in hardware.tp_sizes if share % tp == 0):
             if (tier, share, tp) not in known:
-                part = System(hardware, share, uniform_layout(tp, share), admission)
+                part = replace(system, gpus=share, layout=uniform_layout(tp, share))
                 known[tier, share, tp] = run(part, loads[tier], config)
         runs = [(tp, known[tier, share, tp]) for tp in hardware.tp_sizes if (tier, share, tp) in known]
         return max(runs, key=lambda one: (_good(one[1], tier), -one[0]))
@@ -181,12 +245,7 @@ def split(
             chosen = (good, parts)
     if chosen is None:
         raise ValueError(f"{gpus} GPUs cannot be divided between {len(tiers)} tiers")
-    requests = sorted((one for *_, part in chosen[1] for one in part.requests), key=lambda one: one.arrival.at_ms)
-    seconds = _seconds(arrivals)
-    notes = ", ".join(f"{tier}: {counted(part.first)}" for tier, _, _, part in chosen[1] if part.first is not None)
-    batches = sum(part.batches for *_, part in chosen[1])
-    took = time.process_time() - began
-    return Run(judge(requests, config, seconds), None, (), seconds, took, batches, requests, notes)
+    return chosen[1]
 
 
 def _seconds(arrivals: Sequence[Arrival]) -> float:

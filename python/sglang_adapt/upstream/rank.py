@@ -46,6 +46,7 @@ class RankArgs:
         pool: its GPU's KV pool, or None to allocate one as stock does.
         sp_tokens: tokens of a batch from which it runs sequence-parallel; None if none ever does.
         base_tp: TP size whose shards of the weights such a batch runs on; 1: on all of them.
+        page_copies: KV arrives with a copy for each page and plane, for a measurement.
     """
 
     engine: str
@@ -60,6 +61,7 @@ class RankArgs:
     pool: RankPool | None = None
     sp_tokens: int | None = None
     base_tp: int = 1
+    page_copies: bool = False
 
 
 class OneOutputSocket(Patch):
