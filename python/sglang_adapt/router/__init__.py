@@ -5,7 +5,11 @@
 - `supervisor.py`: starts, watches and restarts the engines' processes;
 - `keepers.py`: the same for the keepers; `restarts.py`: how often;
 - `calls.py`: asks an engine's ranks for one thing and waits; `pools.py`: the ledgers of KV blocks and engines' leases;
-- `modes.py`: the switch of layout, with `switch.py`, `precopy.py` and `placing.py`;
+- `modes.py`: the switch of layout, with a file for each phase: `preparing.py`, `precopy.py`, `leaving.py`,
+  `placing.py`, `entering.py`; `switch.py`: its data; `kept.py`: what stays paused outside the layout;
+- `copying.py`: a copy of KV into blocks set aside; `mappings.py`: who can read the KV of all GPUs; `filling.py`: free
+  blocks for the layout's engines; `asking.py`: calls in the messages of `core`; `lives.py`: which engines are up;
+- `handovers.py`: single requests from an engine that prefills to one that decodes; `ahead.py`: what goes before them;
 - `readback.py`: the layout as engines say it; `repair.py`: requests whose engine has died, with `journal.py`;
 - `admission.py`: requests by tiers, over `records.py`, `tickets.py`, `held.py`, `loads.py`, `prefixes.py`,
   `expected.py` and `learning.py`; `tiers.py`: what makes and runs it; `limits.py`: limits of engines' iterations;

@@ -19,14 +19,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 import msgspec
 
-from sglang_adapt.core.handoff import CarriedRequest, KvSource, to_plain
+from sglang_adapt.core.handoff import CarriedRequest, KvSource
 from sglang_adapt.core.handover import (
     Arrived,
     HandoverAnswer,
@@ -41,13 +41,16 @@ from sglang_adapt.core.handover import (
     TakeOverCall,
 )
 from sglang_adapt.core.layout import EngineSpec, Role
+from sglang_adapt.keeper import KeeperError
 from sglang_adapt.kv.leases import CopyTicket
 from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.policy.roles import Taker, choose_taker
 from sglang_adapt.router.ahead import Ahead, Going
+from sglang_adapt.router.asking import ask_handover
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.lives import Lives
+from sglang_adapt.router.mappings import Mappings
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.tasks import Tasks
@@ -130,8 +133,7 @@ class Handovers:
         router: where requests are, and which engine has which role.
         pools: whose blocks are whose, and the way to the engines' ranks.
         specs: all candidates by name.
-        is_mapped: can an engine read the KV of all GPUs?
-        map_regions: lets it; may raise.
+        mappings: which engines can read the KV of all GPUs.
         blocks_came_back: called when there are free blocks for the layout's engines.
         most_wait_s: see `MOST_WAIT_S`.
 
@@ -144,8 +146,7 @@ class Handovers:
         router: Router,
         pools: Pools,
         specs: Mapping[str, EngineSpec],
-        is_mapped: Callable[[EngineSpec], bool],
-        map_regions: Callable[[EngineSpec], Awaitable[None]],
+        mappings: Mappings,
         blocks_came_back: Callable[[], None],
         most_wait_s: float = MOST_WAIT_S,
     ) -> None:
@@ -153,8 +154,7 @@ class Handovers:
         self._up = Lives(router, pools)
         self._pools = pools
         self._specs = specs
-        self._is_mapped = is_mapped
-        self._map_regions = map_regions
+        self._mappings = mappings
         self._blocks_came_back = blocks_came_back
         self._most_wait_s = most_wait_s
         self._waiting: dict[tuple[EngineSpec, int], Prompt] = {}
@@ -164,7 +164,7 @@ class Handovers:
         self._mapping: set[EngineSpec] = set()
         self._settling = False
         self._tasks = Tasks()
-        self._ahead = Ahead(router, pools, self._tasks, self._ask, self._choose_ahead, self._came_back)
+        self._ahead = Ahead(router, pools, self._tasks, self._choose_ahead, self._came_back)
         self.told = Told()
 
     @property
@@ -234,7 +234,7 @@ class Handovers:
                 continue
             if role is Role.PREFILL:
                 self._let_leave(spec, True)
-            elif self._router.layout.roles and not self._is_mapped(spec) and spec not in self._mapping:
+            elif self._router.layout.roles and not self._mappings.has(spec) and spec not in self._mapping:
                 self._mapping.add(spec)
                 self._tasks.start(self._map(spec))
         for spec in list(self._leaving):
@@ -319,7 +319,7 @@ class Handovers:
     def _may_take(self, spec: EngineSpec) -> bool:
         """Does an engine take requests over now, if it has room?"""
         role = self._router.roles.get(spec.name)
-        ready = self._router.engines[spec.name].state is EngineState.READY and self._is_mapped(spec)
+        ready = self._router.engines[spec.name].state is EngineState.READY and self._mappings.has(spec)
         return ready and not self._settling and role is not None and role is not Role.PREFILL
 
     def _taker(self, prompt: Prompt, takers: dict[str, Taker], pressed: dict[str, Taker]) -> EngineSpec | None:
@@ -411,7 +411,7 @@ class Handovers:
         numbers = [0 if going is None else going.number for going in move.ahead]
         try:
             call = TakeOverCall([prompt.request for prompt in move.prompts], sources, numbers)
-            answers = await self._ask(move.taker, call)
+            answers = await ask_handover(self._pools, move.taker, call)
         except CallRefusedError as error:
             logger.info("%s takes over nothing for now: %s", move.taker, error)
             ahead, move.ahead = move.ahead, []
@@ -527,9 +527,14 @@ class Handovers:
 
     async def _map(self, spec: EngineSpec) -> None:
         try:
-            await self._map_regions(spec)
-        except Exception as error:  # noqa: BLE001 -- told, and it takes over nothing until it is started again
+            await self._mappings.map(spec)
+        except (EngineCallError, KeeperError) as error:
+            # It takes over nothing until it is asked again.
             logger.error("%s takes over no requests: %s", spec, error)
+            return
+        except Exception:
+            # A fault in this program.
+            logger.exception("%s takes over no requests", spec)
             return
         finally:
             self._mapping.discard(spec)
@@ -542,18 +547,13 @@ class Handovers:
         if deaths is not None and self._pools.deaths(spec) != deaths:
             return None
         try:
-            return await self._ask(spec, call)
+            return await ask_handover(self._pools, spec, call)
         except CallRefusedError as error:
             # It holds requests that nobody can account for.
             self._pools.kill(spec, str(error))
         except EngineCallError as error:
             logger.info("%s: %s", spec, error)
         return None
-
-    async def _ask(self, spec: EngineSpec, call: HandoverCall) -> list[HandoverAnswer]:
-        """Ask an engine; raises EngineCallError."""
-        answers = await self._pools.ask(spec, "handover", to_plain(call))
-        return [msgspec.convert(answer, HandoverAnswer) for answer in answers]
 
     def _lives(self, prompt: Prompt) -> bool:
         """Does its source still hold it?"""
