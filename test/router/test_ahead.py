@@ -70,12 +70,12 @@ def test_there_is_room_before_anything_is_read() -> None:
 def test_parts_wait_for_an_engine_with_room_for_all_of_the_request() -> None:
     async def story() -> None:
         node = await split()
-        node.modes.handovers._full.add(SPECS[TAKER])
+        node.modes.handovers._takers.full.add(SPECS[TAKER])
         node.request("a", tokens=320)
         node.part(SOURCE, "a", 96)
         await node.settle()
         assert not calls_to(node, "AheadCall")
-        node.modes.handovers._full.clear()
+        node.modes.handovers._takers.full.clear()
         node.part(SOURCE, "a", 192)
         await node.settle()
         # All that has been read goes then.
@@ -203,7 +203,7 @@ def test_a_prompt_that_has_been_read_comes_before_those_that_are_being_read() ->
         node.part(SOURCE, "other", 64)
         await node.settle()
         assert len(node.fakes[TAKER].early) == 2
-        takers = node.modes.handovers._takers()[TAKER], node.modes.handovers._takers(ahead=False)[TAKER]
+        takers = node.modes.handovers._takers.now()[TAKER], node.modes.handovers._takers.now(ahead=False)[TAKER]
         assert takers[1].free - takers[0].free == 2 * 600 // 16 + 4
         node.check()
 

@@ -138,7 +138,7 @@ def test_what_no_engine_that_decodes_holds_is_decoded_where_it_is_at_once() -> N
 def test_a_client_that_goes_while_its_request_waits() -> None:
     async def story() -> None:
         node = await split()
-        node.modes.handovers._full.add(SPECS["tp1@1"])
+        node.modes.handovers._takers.full.add(SPECS["tp1@1"])
         node.request("a")
         node.prefill()
         assert node.modes.handovers.waiting == 1
@@ -208,7 +208,7 @@ def test_the_source_dies_while_its_kv_is_read() -> None:
 def test_one_role_is_gone_and_comes_back() -> None:
     async def story() -> None:
         node = await split()
-        node.modes.handovers._full.add(SPECS["tp1@1"])
+        node.modes.handovers._takers.full.add(SPECS["tp1@1"])
         node.request("waits")
         node.prefill()
         node.die("tp1@1")

@@ -9,7 +9,8 @@
   `placing.py`, `entering.py`; `switch.py`: its data; `kept.py`: what stays paused outside the layout;
 - `copying.py`: a copy of KV into blocks set aside; `mappings.py`: who can read the KV of all GPUs; `filling.py`: free
   blocks for the layout's engines; `asking.py`: calls in the messages of `core`; `lives.py`: which engines are up;
-- `handovers.py`: single requests from an engine that prefills to one that decodes; `ahead.py`: what goes before them;
+- `handovers.py`: single requests from an engine that prefills to one that decodes: `takers.py`: to which; `moves.py`:
+  those under way; `readers.py`: what engines that prefill are told; `ahead.py`: what goes before; `told.py`: counts;
 - `readback.py`: the layout as engines say it; `repair.py`: requests whose engine has died, with `journal.py`;
 - `admission.py`: requests by tiers, over `records.py`, `tickets.py`, `held.py`, `loads.py`, `prefixes.py`,
   `expected.py` and `learning.py`; `tiers.py`: what makes and runs it; `limits.py`: limits of engines' iterations;

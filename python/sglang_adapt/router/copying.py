@@ -1,6 +1,6 @@
 """KV that an engine copies into blocks set aside for it: who gets which blocks, and how such a copy ends.
 
-A switch copies so, ahead of its pause (`precopy.py`) and in it (`entering.py`). In a hand-over (`handovers.py`) the
+A switch copies so, ahead of its pause (`precopy.py`) and in it (`entering.py`). In a hand-over (`moves.py`) the
 taker writes into its own lease, so that only what is read is noted, and the copy outlasts the call.
 """
 
