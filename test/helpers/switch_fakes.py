@@ -661,16 +661,16 @@ class Node:
             assert all(
                 self.pools.counts(spec)[0] == SETTINGS.standby_blocks for spec in SPECS.values() if spec not in serving
             ), "an engine outside the layout has more than it needs"
-        holders = self.router._holders()
+        holders = self.router.places.holders()
         places = Counter(rid for holder in holders for rid in holder.in_flight)
         assert all(count == 1 for count in places.values()), places
         assert {rid: holder.name for holder in holders for rid in holder.in_flight} == {
-            rid: holder.name for rid, holder in self.router._where.items()
+            rid: holder.name for rid, holder in self.router.places.where.items()
         }
         assert not self.router.moving.in_flight
         ended = self.ended()
         assert all(count == 1 for count in ended.values()), ended
-        assert set(places) | set(ended) | set(self.router._queue) | set(self.router.long.waiting) == self.sent
+        assert set(places) | set(ended) | set(self.router.waiting.paused) | set(self.router.long.waiting) == self.sent
         assert not set(places) & set(ended)
         for name, fake in self.fakes.items():
             held = {rid for hold, (rid, _, _) in fake.leaving.items() if hold not in fake.gone}

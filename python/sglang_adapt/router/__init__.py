@@ -1,6 +1,8 @@
 """The router: one process between the front and the engines, in the seat of stock's data-parallel controller.
 
-- `router.py`: what to do with each message; `engine.py`: the router's view of one engine;
+- `router.py`: what to do with each message; `places.py`: where each request is that an engine has; `waiting.py`: those
+  that wait in no engine; `serving.py`: which engines serve; `engine.py`: the router's view of one engine; `outlets.py`:
+  where all else goes; `status.py`: what the front is told;
 - `control.py`: control requests to all engines, their answers merged into one;
 - `supervisor.py`: starts, watches and restarts the engines' processes;
 - `keepers.py`: the same for the keepers; `restarts.py`: how often;
