@@ -15,7 +15,8 @@
   those under way; `readers.py`: what engines that prefill are told; `ahead.py`: what goes before; `told.py`: counts;
 - `readback.py`: the layout as engines say it; `repair.py`: requests whose engine has died, with `journal.py`;
 - `admission.py`: requests by tiers, over `records.py`, `tickets.py`, `held.py`, `loads.py`, `prefixes.py`,
-  `expected.py` and `learning.py`; `tiers.py`: what makes and runs it; `limits.py`: limits of engines' iterations;
+  `outputs.py`, `expected.py` and `learning.py`; `tiers.py`: what makes and runs it; `limits.py`: limits of engines'
+  iterations;
 - `process.py`: the process, which makes all of these and connects them; `args.py`: what it is given;
 - `lifecycle.py`: what follows when an engine or keeper comes or goes;
 - `starts.py`: a start of an engine: sockets, ranks, warm-up; `observe.py`: what memory it takes;
