@@ -36,7 +36,8 @@ from load import read_trace
 from server import environment, write_json
 from sglang_adapt.core.layout import uniform_layout
 from sglang_adapt.router.engine import Engine
-from sglang_adapt.router.router import Outlets, Router
+from sglang_adapt.router.outlets import Outlets
+from sglang_adapt.router.router import Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 
 TRACE = Path(__file__).parent / "traces" / "azure_code_2023.csv"

@@ -19,7 +19,8 @@ from sglang_adapt.policy.admission import Outcome
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.long_requests import Lengths
-from sglang_adapt.router.router import Outlets, Router
+from sglang_adapt.router.outlets import Outlets
+from sglang_adapt.router.router import Router
 from sglang_adapt.upstream import wire
 
 
@@ -114,19 +115,21 @@ class World:
 
     def check(self) -> None:
         """The router's invariant."""
-        holders = self.router._holders()
+        holders = self.router.places.holders()
         where = {rid: holder.name for holder in holders for rid in holder.in_flight}
         assert len(where) == sum(len(holder.in_flight) for holder in holders)
-        assert {rid: holder.name for rid, holder in self.router._where.items()} == where
+        assert {rid: holder.name for rid, holder in self.router.places.where.items()} == where
         assert self.router.journal.keys() == where.keys()
         long = self.router.long
         assert not set(long.waiting) & where.keys()
-        somewhere = where.keys() | self.router._queue.keys() | self.router._held.keys() | set(long.waiting)
+        somewhere = (
+            where.keys() | self.router.waiting.paused.keys() | self.router.waiting.for_room.keys() | set(long.waiting)
+        )
         assert long.needs.keys() <= somewhere
         assert {*long.waiting} <= long.needs.keys()
         if (admission := self.router.admission) is not None:
-            assert admission._records.keys() == where.keys() | self.router._held.keys()
-            assert admission.held == len(self.router._held)
+            assert admission._records.keys() == where.keys() | self.router.waiting.for_room.keys()
+            assert admission.held == len(self.router.waiting.for_room)
             unread = [record for record in admission._records.values() if record.first_ms is None]
             assert admission._waiting.total() == len(unread)
             self._check_sums(admission)
@@ -135,7 +138,7 @@ class World:
         """What admission has added up is what there is."""
         tickets = list(admission._tickets.open.values())
         assert admission._tickets.of_tier == Counter(ticket.request.terms.tier for ticket in tickets)
-        for holder in self.router._holders():
+        for holder in self.router.places.holders():
             records = [admission._records[rid] for rid in holder.in_flight]
             promised = [record for record in records if record.decision.outcome is Outcome.FEASIBLE]
             asked = [ticket.request for ticket in tickets if ticket.decision.engine == holder.name]

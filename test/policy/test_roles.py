@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_adapt.core.layout import Role
-from sglang_adapt.policy.roles import Taker, choose_taker, roles_now
+from sglang_adapt.policy.roles import Rooms, Taker, choose_taker, roles_now
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
@@ -49,3 +49,36 @@ def test_engines_where_no_target_suffers_take_over_first() -> None:
     assert choose_taker([small, large], 200, {"small"}) is small
     assert choose_taker([small, large], 200, {"small", "large"}) is large
     assert choose_taker([small.after(1000), large], 200, {"small"}) is large
+
+
+def rooms(beside: dict[str, int], pressed: dict[str, int]) -> Rooms:
+    """Engines with so many free blocks of 8 tokens, beside what goes ahead to them and without it."""
+    return Rooms(*({name: Taker(name, 8, free, 0, 0) for name, free in one.items()} for one in (beside, pressed)))
+
+
+def test_what_goes_ahead_makes_way_only_where_nobody_else_has_room() -> None:
+    there = rooms({"one": 10, "two": 30}, {"one": 90, "two": 60})
+    assert there.choose(200, ["one", "two"], ()) == "two"
+    assert there.choose(400, ["one", "two"], ()) == "one"
+    assert there.choose(800, ["one", "two"], ()) is None
+
+
+def test_only_an_engine_that_holds_all_that_a_request_may_become_takes_it_over() -> None:
+    there = rooms({"one": 30, "two": 60}, {"one": 30, "two": 60})
+    assert there.choose(200, ["one"], {"two"}) == "one"
+    assert there.choose(200, [], {"one", "two"}) is None
+
+
+def test_each_request_leaves_less_room_for_the_next() -> None:
+    there = rooms({"one": 60}, {"one": 60}).after("one", 200, ahead=False)
+    assert (there.beside["one"].free, there.pressed["one"].free) == (33, 33)
+
+
+def test_what_went_ahead_was_counted_before() -> None:
+    there = rooms({"one": 60}, {"one": 90}).after("one", 200, ahead=True)
+    assert (there.beside["one"].free, there.pressed["one"].free) == (60, 63)
+
+
+def test_a_request_may_go_where_it_went_ahead_although_others_find_no_room_there() -> None:
+    there = rooms({"one": 60}, {"one": 60})
+    assert there.after("full", 200, ahead=True) == there

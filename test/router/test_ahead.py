@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct
-from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SPLIT, TWO, Node
+from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SPECS, SPLIT, TWO, Node
 from test_handovers import SplitStory, all_end, run, split
 
 SOURCE, TAKER = "tp1@0", "tp1@1"
@@ -70,12 +70,12 @@ def test_there_is_room_before_anything_is_read() -> None:
 def test_parts_wait_for_an_engine_with_room_for_all_of_the_request() -> None:
     async def story() -> None:
         node = await split()
-        node.modes.handovers._full.add(node.modes._specs[TAKER])
+        node.modes.handovers._takers.full.add(SPECS[TAKER])
         node.request("a", tokens=320)
         node.part(SOURCE, "a", 96)
         await node.settle()
         assert not calls_to(node, "AheadCall")
-        node.modes.handovers._full.clear()
+        node.modes.handovers._takers.full.clear()
         node.part(SOURCE, "a", 192)
         await node.settle()
         # All that has been read goes then.
@@ -122,7 +122,7 @@ def test_blocks_of_a_source_that_died_are_free_when_nothing_reads_them() -> None
         node.turns[TAKER, "ForgetCall"] = 20_000
         free = node.pools.states()[0]
         node.die(SOURCE)
-        await node.until(lambda: node.pools.deaths(node.modes._specs[SOURCE]) == 1)
+        await node.until(lambda: node.pools.deaths(SPECS[SOURCE]) == 1)
         assert node.pools.states()[0].get("quarantined", 0) == 160 // 16, free
         await node.settle()
         assert node.pools.states()[0].get("quarantined", 0) == 0
@@ -203,7 +203,7 @@ def test_a_prompt_that_has_been_read_comes_before_those_that_are_being_read() ->
         node.part(SOURCE, "other", 64)
         await node.settle()
         assert len(node.fakes[TAKER].early) == 2
-        takers = node.modes.handovers._takers()[TAKER], node.modes.handovers._takers(ahead=False)[TAKER]
+        takers = node.modes.handovers._takers.now()[TAKER], node.modes.handovers._takers.now(ahead=False)[TAKER]
         assert takers[1].free - takers[0].free == 2 * 600 // 16 + 4
         node.check()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import SimpleNamespace
 
 import pytest
 import zmq
+from router_fakes import World
 
 from sglang_adapt.core import messages
 from sglang_adapt.router.front_link import FrontLink
@@ -40,7 +40,7 @@ def test_an_answer_that_comes_after_the_end_is_no_fault(ignores: bool, caplog: p
 
         ours, front = (make_socket(context, zmq.PAIR, "inproc://control", bind) for bind in (True, False))
         link = FrontLink(loop, ours, [], layout, drain)
-        link.router = SimpleNamespace(status=lambda: messages.RouterStatus("tp1@0", []))  # type: ignore[assignment]
+        link.router = World().router
         front.send(messages.encode(messages.LayoutRequest(1)))
         await asyncio.wait_for(asked.wait(), 5)
         tasks = list(link._asked)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers import io_struct
-from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SETTINGS, SPLIT, TWO, Node
+from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SETTINGS, SPECS, SPLIT, TWO, Node
 from test_modes_random import Story
 
 from sglang_adapt.core.layout import Role
@@ -138,7 +138,7 @@ def test_what_no_engine_that_decodes_holds_is_decoded_where_it_is_at_once() -> N
 def test_a_client_that_goes_while_its_request_waits() -> None:
     async def story() -> None:
         node = await split()
-        node.modes.handovers._full.add(node.modes._specs["tp1@1"])
+        node.modes.handovers._takers.full.add(SPECS["tp1@1"])
         node.request("a")
         node.prefill()
         assert node.modes.handovers.waiting == 1
@@ -195,7 +195,7 @@ def test_the_source_dies_while_its_kv_is_read() -> None:
         await asyncio.sleep(0.01)
         # Its blocks are not given to anyone before the copy has ended.
         ledger = node.pools._ledgers[0]
-        assert node.pools.counts(node.modes._specs["tp1@0"])[0] == 0
+        assert node.pools.counts(SPECS["tp1@0"])[0] == 0
         assert ledger.check()
         await node.until(lambda: not node.modes.handovers.said()["under_way"])
         await node.settle()
@@ -208,7 +208,7 @@ def test_the_source_dies_while_its_kv_is_read() -> None:
 def test_one_role_is_gone_and_comes_back() -> None:
     async def story() -> None:
         node = await split()
-        node.modes.handovers._full.add(node.modes._specs["tp1@1"])
+        node.modes.handovers._takers.full.add(SPECS["tp1@1"])
         node.request("waits")
         node.prefill()
         node.die("tp1@1")

@@ -93,7 +93,7 @@ def test_a_switch_that_waits_does_not_make_others_wait_for_what_is_kept() -> Non
         await node.switch(TWO, "keep")
         node.request("needs more", tokens=100, new=BESIDE)
         switch = asyncio.ensure_future(node.switch(ONES, "drain"))
-        await node.until(lambda: node.router._waiters)
+        await node.until(lambda: node.router.places._waiters)
         await node.until(lambda: not node.modes.kept.exports)
         node.finish()
         assert (await switch).requests["resumed"] == 0

@@ -19,6 +19,7 @@ from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.planner import LINGER
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.long_requests import Lengths
+from sglang_adapt.router.status import status_of
 from sglang_adapt.router.switch import SwitchRefusedError
 
 LIMITS = {"tp1@0": 100, "tp1@1": 100, "tp2@0-1": 200}
@@ -67,7 +68,7 @@ def test_where_nobody_binds_the_limit_is_what_the_layout_holds(policy: AdaptPoli
     assert "no engine of this server holds this one" in refusal(made)
     assert [rid for name in LIMITS for rid in made.seen(name)] == ["fits"]
     go_over(made, TWO)
-    assert made.router.status().request_tokens == 200
+    assert status_of(made.router).request_tokens == 200
     made.request("not", 95)
     assert made.seen("tp2@0-1")[-1] == "not"
     made.check()
@@ -95,7 +96,7 @@ def test_the_planner_may_bind_so_the_limit_is_the_widest_engines() -> None:
     assert dict(made.router.unfinished()) == {"long": True, "short": True}
     made.request("never", 195)
     assert "(195 tokens) exceeds the maximum allowed length (195 tokens): tp2@0-1, the widest" in refusal(made)
-    assert made.router.status().request_tokens == 200
+    assert status_of(made.router).request_tokens == 200
     made.check()
     made.finish("tp1@0", "short")
     go_over(made, TWO)
@@ -163,7 +164,7 @@ def split(policy: AdaptPolicy, layout: str = SPLIT) -> World:
 
 def test_the_limit_is_that_of_engines_that_read_prompts() -> None:
     made = split(AdaptPolicy.MANUAL)
-    assert made.router.status().request_tokens == 100
+    assert status_of(made.router).request_tokens == 100
     made.request("not", LONG)
     text = refusal(made)
     assert f"layout {SPLIT}, whose engines that decode get no prompts, holds requests of 100 tokens" in text
@@ -172,7 +173,7 @@ def test_the_limit_is_that_of_engines_that_read_prompts() -> None:
     made.request("cut", 10, new=150)
     assert "cut" in made.seen("tp1@0")
     made.router.activate(parse_layout(WIDE_READS, (1, 2), 4))
-    assert made.router.status().request_tokens == 200
+    assert status_of(made.router).request_tokens == 200
     made.request("long", LONG)
     assert made.seen("tp2@2-3")[-1] == "long"
     made.check()
@@ -358,7 +359,7 @@ def test_it_ends_first_or_stays_paused_as_the_strategy_says() -> None:
 
     async def drained(node: Node) -> None:
         switch = asyncio.ensure_future(node.switch(ONES, "drain"))
-        await node.until(lambda: node.router._waiters)
+        await node.until(lambda: node.router.places._waiters)
         node.finish()
         assert (await switch).requests["drained"] == 2
 

@@ -295,7 +295,7 @@ def test_a_request_that_waited_for_a_switch_waits_on_when_its_layout_has_died_me
 
         def the_only_engine_dies() -> None:
             node.request("e")
-            assert list(node.router._queue) == ["e"]
+            assert list(node.router.waiting.paused) == ["e"]
             node.die("tp2@0-1")
 
         node.during[("tp1@0", "AdoptCall")] = the_only_engine_dies
@@ -339,7 +339,7 @@ def test_drain_waits_and_gives_up_in_time() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)
         first = asyncio.create_task(node.switch(TWO, "drain"))
-        await node.until(lambda: node.router._waiters)
+        await node.until(lambda: node.router.places._waiters)
         node.request("late")
         assert "late" not in {rid for rids in node.where().values() for rid in rids}
         node.finish(*RIDS)
@@ -359,7 +359,7 @@ def test_requests_that_cannot_be_moved_end_first() -> None:
         [engine] = [name for name, rids in node.where().items() if "b" in rids]
         node.fakes[engine].staying = {"b": "has a session"}
         first = asyncio.create_task(node.switch(TWO))
-        await node.until(lambda: node.router._waiters)
+        await node.until(lambda: node.router.places._waiters)
         node.fakes[engine].staying = {}
         node.finish("b")
         assert (await first).requests == {"drained": 1, "migrated": 3}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_adapt.core.layout import Role
 
@@ -61,6 +61,42 @@ def choose_taker(takers: Sequence[Taker], tokens: int, within: Collection[str]) 
     return _with_most_room([taker for taker in takers if taker.name in within], tokens) or _with_most_room(
         takers, tokens
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """The engines that may take requests over, by name, while these are placed one after the other.
+
+    Attributes:
+        beside: their room beside what goes ahead of prompts that are still being read.
+        pressed: the same engines without that: it makes way where nobody else has room.
+    """
+
+    beside: Mapping[str, Taker] = field(default_factory=dict)
+    pressed: Mapping[str, Taker] = field(default_factory=dict)
+
+    def choose(self, tokens: int, holding: Collection[str], within: Collection[str]) -> str | None:
+        """Who takes over a request of `tokens` tokens that has been read; None if no engine has room.
+
+        Args:
+            tokens: of the request.
+            holding: the engines that hold all that it may come to have.
+            within: as for `choose_taker`.
+        """
+        for takers in (self.beside, self.pressed):
+            taker = choose_taker([taker for name, taker in takers.items() if name in holding], tokens, within)
+            if taker is not None:
+                return taker.name
+        return None
+
+    def after(self, name: str, tokens: int, *, ahead: bool) -> Rooms:
+        """The same when a request has come to an engine, which may be one that is not here; `ahead`: parts of it went
+        there before, so that it is counted in `beside` already."""
+        return Rooms(self.beside if ahead else _after(self.beside, name, tokens), _after(self.pressed, name, tokens))
+
+
+def _after(takers: Mapping[str, Taker], name: str, tokens: int) -> Mapping[str, Taker]:
+    return takers if name not in takers else {**takers, name: takers[name].after(tokens)}
 
 
 def _with_most_room(takers: Sequence[Taker], tokens: int) -> Taker | None:

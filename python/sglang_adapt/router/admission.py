@@ -2,13 +2,12 @@
 
 Decisions are those of `policy.admission`. The figures that they need are kept by one part each, told here of what
 passes the router: places of admitted requests (`tickets.py`), what waits (`held.py`), what engines have to do
-(`loads.py`), tiers that are to be expected (`expected.py`), and by how much times are corrected (`learning.py`). The
-router itself (`router.py`) keeps where each request is.
+(`loads.py`), how many tokens requests give (`outputs.py`), tiers that are to be expected (`expected.py`), and by how
+much times are corrected (`learning.py`). Where each request is the router itself knows (`places.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from sglang_adapt.policy.admission import (
     room_for,
     with_takers,
 )
+from sglang_adapt.policy.coming import own_ms, with_coming
 from sglang_adapt.policy.limits import OPEN, Bounds, Limits, limits_for
 from sglang_adapt.policy.profile import Correction
 from sglang_adapt.policy.simple_rules import by_arrival, by_batch_rule
@@ -41,12 +41,11 @@ from sglang_adapt.router.expected import Expected
 from sglang_adapt.router.held import Held
 from sglang_adapt.router.learning import Learning
 from sglang_adapt.router.loads import Loads
+from sglang_adapt.router.outputs import Outputs
 from sglang_adapt.router.prefixes import Prefix, prefixes_of
 from sglang_adapt.router.records import Record
 from sglang_adapt.router.tickets import Tickets
 from sglang_adapt.upstream.limits import FEASIBLE
-
-_FIRST_GUESS_OUTPUT = 128.0
 
 
 class Admission:
@@ -90,7 +89,7 @@ class Admission:
         self._held: dict[frozenset[str] | None, Held] = {}
         """What waits, by the engines that it has; None: all."""
         self._waiting: Counter[str] = Counter()
-        self._outputs: dict[str, float] = {}
+        self._outputs = Outputs()
         self._turn = 0
         self._tally = Tally()
         self._tickets = Tickets(self._tally)
@@ -112,8 +111,7 @@ class Admission:
         """Other tiers from now on; what has been admitted keeps its terms."""
         self.config = config
         self._expected.use(config, self._loads.tiers_of)
-        names = {tier.name for tier in config.tiers}
-        self._outputs = {name: tokens for name, tokens in self._outputs.items() if name in names}
+        self._outputs.keep_only({tier.name for tier in config.tiers})
         self._waiting += Counter()  # Drops tiers of which nothing waits.
 
     def assign(self, tiers_of: Mapping[str, frozenset[str]]) -> None:
@@ -285,16 +283,8 @@ class Admission:
             load, record = replace(load, requests=load.decoding), None
         promised = self._tally.of(engine.name).promised
         if record is not None:
-            own = load.times.prefill_ms(max(1, record.tokens - load.cached), load.cached)
-            load = replace(
-                load,
-                requests=load.requests + 1,
-                context=load.context + record.tokens + record.output,
-                prefill_ms=load.prefill_ms + own,
-            )
-            if record.promised:
-                promised += 1
-                load = replace(load, tightest_tpot_ms=min(load.tightest_tpot_ms, record.terms.tpot_ms or math.inf))
+            promised += record.promised
+            load = with_coming(load, record.tokens, record.output, record.terms.tpot_ms if record.promised else None)
         return limits_for(
             load.times, load.requests, load.context, promised, load.tightest_tpot_ms, load.bounds, load.share
         )
@@ -326,7 +316,7 @@ class Admission:
             record.sent_ms = now
         record.engine = engine.name
         load = self._where([engine], record.prefixes)[0]
-        own = load.times.prefill_ms(max(1, record.tokens - load.cached), load.cached)
+        own = own_ms(load, record.tokens)
         load = replace(load, prefill_ms=load.prefill_ms + own)
         self._loads.sent(engine.name, load.prefill_ms)
         self._learning.sent(rid, record, load, own)
@@ -369,9 +359,7 @@ class Admission:
                 record.first_ms = self._clock_ms()
         self._learning.ended(rid, record, None if engine is None else engine.name, finished=finished)
         if finished:
-            tier = record.terms.tier
-            known = self._outputs.get(tier, float(record.output))
-            self._outputs[tier] = known + 0.05 * (record.output - known)
+            self._outputs.finished(record.terms.tier, record.output)
         self._report(record.report(rid, finished=finished))
 
     # Figures.
@@ -387,9 +375,7 @@ class Admission:
         return admit(job, loads, reject=terms.reject, waiting=waiting, queue_limit=limit)
 
     def _job(self, terms: Terms, tokens: int, most_output: int | None, waited_ms: float) -> Job:
-        output = self._outputs.get(terms.tier, _FIRST_GUESS_OUTPUT)
-        if most_output is not None:
-            output = min(output, most_output)
+        output = self._outputs.expect(terms.tier, most_output)
         return Job(tokens, output, terms.ttft_ms, terms.tpot_ms, max(0.0, waited_ms), terms.tier)
 
     def _where(self, engines: Sequence[Engine], prefixes: Sequence[Prefix] = ()) -> list[Load]:

@@ -12,15 +12,16 @@ request has arrived, or the taker has forgotten it (it waits for its copies then
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
 from sglang_adapt.core.handoff import KvSource
-from sglang_adapt.core.handover import AheadCall, ForgetCall, HandoverAnswer, HandoverCall, PartRead
+from sglang_adapt.core.handover import AheadCall, ForgetCall, PartRead
 from sglang_adapt.core.layout import EngineSpec, Role
 from sglang_adapt.kv.leases import CopyTicket
 from sglang_adapt.kv.ledger_format import LedgerError
+from sglang_adapt.router.asking import ask_handover
 from sglang_adapt.router.calls import CallRefusedError, EngineCallError
 from sglang_adapt.router.lives import Lives
 from sglang_adapt.router.pools import Pools
@@ -28,8 +29,6 @@ from sglang_adapt.router.router import Router
 from sglang_adapt.router.tasks import Tasks
 
 logger = logging.getLogger(__name__)
-
-Ask = Callable[[EngineSpec, HandoverCall], Awaitable[list[HandoverAnswer]]]
 
 
 @dataclass(eq=False)
@@ -77,9 +76,8 @@ class Ahead:
 
     Args:
         router: where requests are, and which engine has which role.
-        pools: whose blocks are whose.
+        pools: whose blocks are whose, and the way to the engines' ranks.
         tasks: where calls are under way.
-        ask: asks an engine; raises EngineCallError.
         choose: the engine with room for all of a request; None if there is none.
         came_back: called with an engine that has free blocks again, and whether blocks of a source that has died may
             have come back as well.
@@ -90,7 +88,6 @@ class Ahead:
         router: Router,
         pools: Pools,
         tasks: Tasks,
-        ask: Ask,
         choose: Callable[[Going], EngineSpec | None],
         came_back: Callable[[EngineSpec, bool], None],
     ) -> None:
@@ -98,7 +95,6 @@ class Ahead:
         self._up = Lives(router, pools)
         self._pools = pools
         self._tasks = tasks
-        self._ask = ask
         self._choose = choose
         self._came_back = came_back
         self._numbers = count(1)
@@ -209,7 +205,7 @@ class Ahead:
 
     async def _bring(self, going: Going, taker: EngineSpec, call: AheadCall) -> None:
         try:
-            await self._ask(taker, call)
+            await ask_handover(self._pools, taker, call)
         except CallRefusedError as error:
             logger.info("%s goes ahead no further: %s", going.rid, error)
         except EngineCallError as error:
@@ -225,7 +221,7 @@ class Ahead:
     async def _drop(self, going: Going, taker: EngineSpec) -> None:
         try:
             if self._pools.deaths(taker) == going.taker_deaths:
-                await self._ask(taker, ForgetCall([going.number]))
+                await ask_handover(self._pools, taker, ForgetCall([going.number]))
         except Exception as error:
             if not isinstance(error, EngineCallError):
                 logger.exception("%s: what came ahead of %s was to be forgotten", taker, going.rid)

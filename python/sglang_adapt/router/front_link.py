@@ -14,6 +14,7 @@ from sglang_adapt.router.layout_requests import LAYOUT_QUESTIONS, LayoutQuestion
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.sockets import Inbox
+from sglang_adapt.router.status import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class FrontLink:
         if self.pools is not None:
             for spec in self._specs:
                 self.router.engines[spec.name].blocks = self.pools.counts(spec)
-        self._tell(self.router.status(), "the status", logging.DEBUG)
+        self._tell(status_of(self.router), "the status", logging.DEBUG)
 
     def _tell(self, message: messages.RouterToFront, what: str, level: int = logging.WARNING) -> None:
         """Send, if anybody listens; after `close` the front has told whoever waits that the server stops.

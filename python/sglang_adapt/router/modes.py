@@ -15,62 +15,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
-
-import msgspec
-import numpy as np
+from collections.abc import Callable, Mapping, Sequence
 
 from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
-from sglang_adapt.core.block_ids import pack_ids, unpack_ids
-from sglang_adapt.core.handoff import (
-    AdoptAnswer,
-    ExportAnswer,
-    ExportCall,
-    HandoffAnswer,
-    HandoffCall,
-    ReleaseAnswer,
-    ReleaseCall,
-    RestoreAnswer,
-    RestoreCall,
-    UnexportableAnswer,
-    UnexportableCall,
-    answer_of,
-    call_payload,
-)
 from sglang_adapt.core.layout import EngineSpec, Layout
-from sglang_adapt.keeper import KeeperError
-from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.policy.carry import Costs, NoRoomError, Strategy
 from sglang_adapt.policy.planner import Trigger
-from sglang_adapt.router.calls import CallRefusedError, EngineCallError, EngineGoneError
+from sglang_adapt.router.calls import EngineCallError
 from sglang_adapt.router.engine import Engine, EngineState
+from sglang_adapt.router.entering import Entering
+from sglang_adapt.router.filling import fill
 from sglang_adapt.router.handovers import Handovers
 from sglang_adapt.router.kept import Kept
+from sglang_adapt.router.leaving import Leaving
 from sglang_adapt.router.lives import Lives
+from sglang_adapt.router.mappings import Mappings
 from sglang_adapt.router.placing import Placing
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.precopy import Precopy
+from sglang_adapt.router.preparing import Preparing
 from sglang_adapt.router.router import Router
-from sglang_adapt.router.switch import (
-    Arrival,
-    Export,
-    Outcome,
-    Switch,
-    SwitchRefusedError,
-    adopt_call,
-    copies_of,
-    deal,
-)
+from sglang_adapt.router.switch import Arrival, Export, Outcome, Switch, SwitchRefusedError
 from sglang_adapt.router.tasks import Tasks
-from sglang_adapt.upstream import wire
 
 logger = logging.getLogger(__name__)
 
 MEASURED_COSTS = Costs()
-
-Answer = TypeVar("Answer", bound=HandoffAnswer)
 
 
 class Modes:
@@ -105,17 +76,17 @@ class Modes:
         self._ablation = ablation
         self._router = router
         self._pools = pools
-        self._specs = specs
-        self._regions = regions
-        self._drain_timeout_s = drain_timeout_s
         self._ended = ended
         self._up = Lives(router, pools)
-        self._placing = Placing(router, pools, specs, self._lives, costs)
+        mappings = Mappings(pools, regions)
+        self._preparing = Preparing(router, pools, mappings, drain_timeout_s)
+        self._leaving = Leaving(router, pools, self._up)
+        self._placing = Placing(router, pools, specs, self._leaving.holds, costs)
         self._current: Switch | None = None
-        self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
         self.kept = Kept(router, pools, specs, lambda: self._current is None or not self._current.epoch, self._forget)
+        self._entering = Entering(router, pools, self._up, self.kept, self._leaving)
         self._tasks = Tasks()
-        self.handovers = Handovers(router, pools, specs, self._is_mapped, self._map, self.engine_gone)
+        self.handovers = Handovers(router, pools, specs, mappings, self.engine_gone)
 
     @property
     def switching(self) -> bool:
@@ -163,7 +134,7 @@ class Modes:
         finally:
             self._current = None
             # Blocks of engines that died on the way may have come back since.
-            self._tasks.start(self._fill(self._router.layout.engines))
+            self._tasks.start(fill(self._pools, self._up, self._router.layout.engines))
             self.kept.make_room()
             self.handovers.resume()
         self._ended(switch, Outcome.IMPAIRED if switch.failures else Outcome.SWITCHED)
@@ -171,13 +142,13 @@ class Modes:
 
     def engine_ready(self, spec: EngineSpec) -> None:
         """An engine has been started again: give it its share of the blocks, if it is in the layout."""
-        self._tasks.start(self._fill([spec]))
+        self._tasks.start(fill(self._pools, self._up, [spec]))
         self.handovers.wake()
 
     def engine_gone(self) -> None:
         """All processes of an engine have ended and its blocks are free: the layout's engines get them."""
         if self._current is None:
-            self._tasks.start(self._fill(self._router.layout.engines))
+            self._tasks.start(fill(self._pools, self._up, self._router.layout.engines))
 
     def engine_lost(self, spec: EngineSpec, why: str) -> None:
         """An engine died: what it kept paused goes on elsewhere, from its tokens."""
@@ -194,8 +165,8 @@ class Modes:
     async def _forget(self, export: Export, why: str) -> None:
         """An engine need not keep its requests any more; the layout's engines get their blocks."""
         layout = self._router.layout
-        await self._release(Switch(layout, layout, Strategy.RECOMPUTE, why), export)
-        await self._fill(layout.engines)
+        await self._leaving.release(Switch(layout, layout, Strategy.RECOMPUTE, why), export)
+        await fill(self._pools, self._up, layout.engines)
 
     @property
     def switching_to(self) -> Layout | None:
@@ -207,20 +178,20 @@ class Modes:
     async def _run(self, switch: Switch) -> None:
         router = self._router
         with switch.phase("prepare"):
-            await self._prepare(switch)
+            await self._preparing.run(switch)
             await self.kept.settled()
         switch.epoch = self._pools.begin_epoch()
-        precopy = Precopy(self._pools, self._handoff, self._up.is_up)
+        precopy = Precopy(self._pools, self._up)
         exports: list[Export] = []
         try:
             if switch.strategy in (Strategy.AUTO, Strategy.MIGRATE) and not self._ablation.stop_copy:
                 with switch.phase("precopy"):
                     await self._copy_ahead(switch, precopy)
             with switch.phase("export"):
-                await self._export_all(switch, exports, precopy)
+                await self._leaving.export_all(switch, exports, precopy)
             if self._ablation.reload_weights:
                 with switch.phase("reload"):
-                    await self._reload_weights(switch)
+                    await self._entering.read_weights_again(switch)
             if switch.strategy is Strategy.KEEP:
                 arrivals: dict[EngineSpec, list[Arrival]] = {}
             else:
@@ -231,15 +202,15 @@ class Modes:
             await self._roll_back(switch, exports)
             raise SwitchRefusedError(f"layout {switch.before} stays: {error}") from error
         with switch.phase("adopt"):
-            await self._blocks_of_the_dead(switch)
-            served = await self._adopt_all(switch, arrivals, precopy)
+            await self._leaving.wait_for_the_dead(switch)
+            served = await self._entering.take_up(switch, arrivals, precopy)
         precopy.drop()
         if not served:
             await self._roll_back(switch, exports)
             raise SwitchRefusedError(f"layout {switch.before} stays: {'; '.join(switch.failures)}")
         if switch.strategy is Strategy.KEEP:
             for export in exports:
-                if not self._lives(export):
+                if not self._leaving.holds(export):
                     router.strand(router.moving, export.rids, f"{export.spec} died, which was to keep them")
                 elif export.requests:
                     switch.requests["kept"] += len(export.requests)
@@ -251,84 +222,8 @@ class Modes:
         router.activate(switch.after)
         with switch.phase("release"):
             gone = [export for export in exports if export.spec not in self.kept.exports]
-            await asyncio.gather(*(self._release(switch, export) for export in gone))
-            await self._fill(switch.after.engines)
-
-    async def _prepare(self, switch: Switch) -> None:
-        """All that can be done, and refused, while everything serves."""
-        for spec in switch.entering:
-            state = self._engine(spec).state
-            if state is not EngineState.READY:
-                raise SwitchRefusedError(
-                    f"engine {spec} of layout {switch.after} is {state.value}; ask again when it is ready"
-                )
-        self._refuse_too_long(switch)
-        await asyncio.gather(*(self._map(spec) for spec in switch.entering))
-        names = [spec.name for spec in (*switch.leaving, *switch.entering)]
-        self._router.pause(names)
-        try:
-            await asyncio.wait_for(self._wait_for_what_stays(switch), self._drain_timeout_s)
-        except (TimeoutError, EngineCallError) as error:
-            self._router.activate(switch.before)
-            text = f"after {self._drain_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-            raise SwitchRefusedError(
-                f"layout {switch.before} stays: requests that cannot be moved have not ended: {text}"
-            ) from error
-
-    def _refuse_too_long(self, switch: Switch) -> None:
-        """Raises SwitchRefusedError if a request would have to move that no engine holds which enters."""
-        if switch.strategy in (Strategy.KEEP, Strategy.DRAIN):
-            return
-        long = self._router.long
-        most = long.limit(spec.name for spec in switch.entering)
-        for rid, need in long.needs.items():
-            at = next((spec for spec in switch.leaving if rid in self._engine(spec).in_flight), None)
-            if at is not None and need > most:
-                raise SwitchRefusedError(
-                    f"layout {switch.before} stays: request {rid} on {at} may come to have {need} tokens, and the "
-                    f"engines that enter layout {switch.after} hold requests of {most}; let it end first (strategy "
-                    f"drain), keep it paused (strategy keep), or name a layout in which {at} stays"
-                )
-
-    def _is_mapped(self, spec: EngineSpec) -> bool:
-        try:
-            return self._mapped.get(spec) == (self._pools.deaths(spec), self._regions())
-        except KeeperError:
-            # One is being started again.
-            return False
-
-    async def _map(self, spec: EngineSpec) -> None:
-        """Let an engine map the KV regions of all GPUs, which it does once."""
-        wanted = (self._pools.deaths(spec), self._regions())
-        if self._mapped.get(spec) == wanted:
-            return
-        regions = {str(gpu): msgspec.to_builtins(handle) for gpu, handle in wanted[1].items()}
-        try:
-            await self._pools.ask(spec, "kv_map", {"regions": regions})
-        except EngineCallError as error:
-            raise SwitchRefusedError(str(error)) from error
-        self._mapped[spec] = wanted
-
-    async def _wait_for_what_stays(self, switch: Switch) -> None:
-        """Requests that cannot be moved, or by DRAIN all of them, end first, while they get no new neighbours."""
-        if switch.strategy is Strategy.DRAIN:
-            rids = [rid for spec in switch.leaving for rid in self._engine(spec).in_flight]
-            if rids:
-                switch.requests["drained"] += len(rids)
-            await self._router.ended(rids)
-            return
-        for spec in switch.leaving:
-            engine = self._engine(spec)
-            while engine.state is EngineState.READY and engine.in_flight:
-                try:
-                    answers = await self._handoff(spec, UnexportableCall(), UnexportableAnswer)
-                except EngineGoneError:
-                    break
-                if not answers[0].reasons:
-                    break
-                switch.requests["drained"] += len(answers[0].reasons)
-                logger.info("%s: %d requests cannot be moved and end first: %s", spec, *_reasons(answers[0].reasons))
-                await self._router.ended(answers[0].reasons)
+            await asyncio.gather(*(self._leaving.release(switch, export) for export in gone))
+            await fill(self._pools, self._up, switch.after.engines)
 
     async def _copy_ahead(self, switch: Switch, precopy: Precopy) -> None:
         """Raises SwitchRefusedError if an engine that enters has died meanwhile."""
@@ -344,150 +239,6 @@ class Modes:
             if not self._up.is_up(spec):
                 raise SwitchRefusedError(f"engine {spec} has died since the switch began")
 
-    async def _export_all(self, switch: Switch, exports: list[Export], precopy: Precopy) -> None:
-        """Add what all engines that leave hand out; an engine that is dead has nothing. Raises SwitchRefusedError."""
-        alive = [spec for spec in switch.leaving if self._up.is_up(spec)]
-        results = await asyncio.gather(*(self._export(switch, spec, precopy) for spec in alive), return_exceptions=True)
-        exports += [result for result in results if isinstance(result, Export)]
-        for spec, result in zip(alive, results, strict=True):
-            if isinstance(result, (CallRefusedError, SwitchRefusedError)):
-                raise SwitchRefusedError(str(result)) from result
-            if isinstance(result, EngineCallError):
-                switch.failures.append(f"{spec} died: {result}")
-            elif isinstance(result, BaseException):
-                raise result
-
-    async def _export(self, switch: Switch, spec: EngineSpec, precopy: Precopy) -> Export:
-        deaths = self._pools.deaths(spec)
-        keep = self._pools.settings.standby_blocks
-        answers = await self._handoff(spec, ExportCall(switch.epoch, keep), ExportAnswer)
-        switch.note_steps("export", (answer.steps_ms for answer in answers))
-        pages = np.stack([unpack_ids(answer.exported) for answer in answers])
-        self._pools.exported(spec, pages, np.stack([unpack_ids(answer.given) for answer in answers]))
-        requests = tuple(answers[0].requests)
-        blocks = {
-            request.rid: [
-                [*precopy.blocks(spec, request, rank), *answer.blocks[at]] for rank, answer in enumerate(answers)
-            ]
-            for at, request in enumerate(requests)
-        }
-        export = Export(spec, deaths, switch.epoch, requests, blocks, pages)
-        self._router.detach(self._engine(spec), export.rids)
-        if answers[0].staying:
-            await self._restore(export)
-            rid, reason = next(iter(answers[0].staying.items()))
-            raise SwitchRefusedError(f"{spec}: request {rid} cannot be moved: {reason}")
-        return export
-
-    async def _reload_weights(self, switch: Switch) -> None:
-        """Let all engines that enter read their weights again. Raises SwitchRefusedError if one cannot."""
-        results = await asyncio.gather(
-            *(self._pools.ask(spec, "reload_weights", {}) for spec in switch.entering), return_exceptions=True
-        )
-        for spec, result in zip(switch.entering, results, strict=True):
-            if isinstance(result, EngineCallError):
-                raise SwitchRefusedError(f"engine {spec} has not read its weights again: {result}") from result
-            if isinstance(result, BaseException):
-                raise result
-            switch.note_steps("reload", (answer["steps_ms"] for answer in result))
-
-    async def _blocks_of_the_dead(self, switch: Switch) -> None:
-        """Wait until engines that leave and have died are gone: what enters needs their blocks to go on."""
-        for spec in switch.leaving:
-            if self._engine(spec).state is EngineState.DEAD and self._pools.counts(spec)[0]:
-                await self._pools.gone(spec, self._pools.deaths(spec))
-
-    async def _adopt_all(
-        self, switch: Switch, arrivals: Mapping[EngineSpec, Sequence[Arrival]], precopy: Precopy
-    ) -> list[EngineSpec]:
-        """Let every engine that enters take its requests up, those first that it had kept; returns those that did."""
-        results = await asyncio.gather(
-            *(self._enter(switch, spec, arrivals.get(spec, ()), precopy) for spec in switch.entering),
-            return_exceptions=True,
-        )
-        served = []
-        for spec, result in zip(switch.entering, results, strict=True):
-            if result is None:
-                served.append(spec)
-            elif isinstance(result, EngineCallError):
-                switch.failures.append(f"{spec} could not take its requests up: {result}")
-            elif isinstance(result, BaseException):
-                raise result
-        return served
-
-    async def _enter(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival], precopy: Precopy) -> None:
-        """Let an engine go on with what it had kept, then take up what arrives.
-
-        In this order, because a prompt that is read in chunks can go on only where no other one is. Raises as `_adopt`.
-        """
-        kept = self.kept.exports.pop(spec, None)
-        if kept is None:
-            await self._adopt(switch, spec, arrivals, precopy)
-            return
-        self._router.unkeep(self._engine(spec))
-        try:
-            resumed = await self._restore(kept, self._blocks(spec, arrivals))
-        except EngineCallError as error:
-            switch.failures.append(f"{spec} did not go on with what it had kept: {error}")
-            self._router.strand(self._router.moving, kept.rids, str(error))
-            resumed = []
-        switch.requests["resumed"] += len(resumed)
-        try:
-            await self._adopt(switch, spec, arrivals, precopy)
-        except CallRefusedError as error:
-            # It runs requests again, but may stay outside the layout, where it has no blocks for them.
-            self._pools.kill(spec, str(error))
-            raise
-
-    def _blocks(self, spec: EngineSpec, arrivals: Sequence[Arrival]) -> int:
-        """Blocks on each rank that the arrivals need, beside those that hold what was copied ahead."""
-        page = self._pools.settings.geometry.tokens_per_block(spec.tp)
-        return sum(arrival.blocks(page) for arrival in arrivals)
-
-    async def _adopt(self, switch: Switch, spec: EngineSpec, arrivals: Sequence[Arrival], precopy: Precopy) -> None:
-        """Reserve blocks, let the engine copy and take up, and note it in the ledgers.
-
-        Raises:
-            CallRefusedError: nothing has changed.
-            EngineCallError: the engine is gone, and what it had with it.
-        """
-        pools = self._pools
-        if not self._up.is_up(spec):
-            raise EngineGoneError(f"{spec} has died since the switch began")
-        page = pools.settings.geometry.tokens_per_block(spec.tp)
-        try:
-            reserved = pools.reserve(spec, self._blocks(spec, arrivals))
-        except LedgerError as error:
-            raise CallRefusedError(f"{spec}: {error}") from error
-        lent = pools.lend(spec, pools.available(spec))
-        blocks = deal(arrivals, page, reserved)
-        try:
-            ticket = pools.begin_copy(copies_of(spec, arrivals, blocks))
-        except LedgerError as error:
-            # A source has died since this was planned.
-            pools.refused(spec, reserved, lent)
-            raise CallRefusedError(f"{spec}: {error}") from error
-        deaths = pools.deaths(spec)
-        try:
-            answers = await self._handoff(spec, adopt_call(switch.epoch, arrivals, blocks, lent), AdoptAnswer)
-            switch.note_steps("adopt", (answer.steps_ms for answer in answers))
-        except EngineCallError as error:
-            if not isinstance(error, CallRefusedError):
-                await pools.gone(spec, deaths)
-            pools.end_copy(ticket)
-            if pools.deaths(spec) == deaths:
-                pools.refused(spec, reserved, lent)
-            raise
-        except Exception:
-            # A fault in this program, for which the engine is killed.
-            pools.end_copy_when_gone(spec, deaths, ticket)
-            raise
-        pools.end_copy(ticket)
-        ahead = [arrival.sent.pages for arrival in arrivals if arrival.sent is not None]
-        pools.adopted(spec, np.concatenate([reserved, *ahead], axis=1))
-        precopy.taken(arrival.request.rid for arrival in arrivals)
-        self._router.attach(self._engine(spec), answers[0].adopted)
-
     def _strand_the_rest(
         self, switch: Switch, arrivals: Mapping[EngineSpec, Sequence[Arrival]], served: Sequence[EngineSpec]
     ) -> None:
@@ -496,41 +247,6 @@ class Modes:
         if left:
             switch.requests["stranded"] += len(left)
             self._router.strand(self._router.moving, left, "; ".join(switch.failures))
-
-    async def _release(self, switch: Switch, export: Export) -> None:
-        """Let an engine forget what lives elsewhere now."""
-        if not self._lives(export):
-            return
-        call = ReleaseCall(export.epoch, export.rids, self._pools.settings.standby_blocks)
-        try:
-            answers = await self._handoff(export.spec, call, ReleaseAnswer)
-            switch.note_steps("release", (answer.steps_ms for answer in answers))
-        except EngineCallError as error:
-            switch.failures.append(f"{export.spec} did not forget what it had: {error}")
-            if isinstance(error, CallRefusedError):
-                # It holds requests that live elsewhere, and blocks that nobody can account for.
-                self._pools.kill(export.spec, str(error))
-            return
-        given = np.stack([unpack_ids(answer.given) for answer in answers])
-        self._pools.released(export.spec, export.pages, given)
-        for rid in answers[0].aborted:
-            # Its abort reached this engine after its export had.
-            self._router.on_front_message(wire.encode_abort(rid))
-
-    async def _fill(self, specs: Iterable[EngineSpec]) -> None:
-        for spec in specs:
-            if self._up.is_up(spec):
-                try:
-                    await self._pools.fill(spec)
-                except CallRefusedError as error:
-                    # Without its blocks it can hold no request for long.
-                    self._pools.kill(spec, str(error))
-                except EngineCallError as error:
-                    logger.error("%s did not get its blocks: %s", spec, error)
-                except Exception:
-                    # A fault in this program: nobody knows what the engine has got.
-                    logger.exception("%s: giving it its blocks broke off", spec)
-                    self._pools.kill(spec, "giving it its blocks broke off")
 
     # Ways back.
 
@@ -551,53 +267,13 @@ class Modes:
         """All requests go on where they were; those of engines that died meanwhile, on the others."""
         for export in exports:
             try:
-                await self._restore(export)
+                await self._leaving.restore(export)
             except EngineCallError as error:
                 switch.failures.append(f"{export.spec} did not take its requests back: {error}")
                 self._router.strand(self._router.moving, export.rids, str(error))
         self._pools.activate(switch.before.engines)
         self._router.activate(switch.before)
-        self._tasks.start(self._fill(switch.before.engines))
-
-    async def _restore(self, export: Export, leave: int = 0) -> list[str]:
-        """Let an engine go on with what it holds; returns the ids.
-
-        It gets all free blocks with it, but for `leave` on each rank. Raises EngineCallError.
-        """
-        if not self._lives(export):
-            raise EngineGoneError(f"{export.spec} has died since it handed its requests out")
-        lent = self._pools.lend(export.spec, max(0, self._pools.available(export.spec) - leave))
-        try:
-            answers = await self._handoff(
-                export.spec, RestoreCall(export.epoch, [pack_ids(rank) for rank in lent]), RestoreAnswer
-            )
-        except CallRefusedError as error:
-            # It holds requests that it cannot go on with, and blocks that nobody can account for.
-            self._pools.kill(export.spec, str(error))
-            raise
-        self._pools.restored(export.spec, export.pages)
-        engine = self._engine(export.spec)
-        there = [rid for rid in answers[0].restored if rid in self._router.moving.in_flight]
-        self._router.attach(engine, there)
-        for rid in set(answers[0].restored) - set(there):
-            # Given up while it was kept: its client has been answered, the engine does not know yet.
-            engine.send(wire.encode_abort(rid))
-        return there
-
-    # The rest.
-
-    async def _handoff(self, spec: EngineSpec, call: HandoffCall, kind: type[Answer]) -> list[Answer]:
-        """Ask an engine; raises EngineCallError."""
-        answers = await self._pools.ask(spec, "handoff", call_payload(call))
-        return [answer_of(answer, kind) for answer in answers]
-
-    def _lives(self, export: Export) -> bool:
-        """Does the engine still hold what it handed out?"""
-        return self._up.is_same(export.spec, export.deaths)
+        self._tasks.start(fill(self._pools, self._up, switch.before.engines))
 
     def _engine(self, spec: EngineSpec) -> Engine:
         return self._router.engines[spec.name]
-
-
-def _reasons(reasons: dict[str, str]) -> tuple[int, str]:
-    return len(reasons), "; ".join(sorted(set(reasons.values())))

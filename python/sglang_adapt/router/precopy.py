@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from sglang_adapt.core.block_ids import unpack_ids
 from sglang_adapt.core.handoff import (
     CarriedRequest,
-    HandoffCall,
     KvSource,
     PrecopyAnswer,
     PrecopyCall,
@@ -29,7 +27,10 @@ from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy, batches_to
 from sglang_adapt.policy.carry import HEADROOM_BLOCKS, Carriage, Mover, Room
-from sglang_adapt.router.calls import CallRefusedError, EngineCallError
+from sglang_adapt.router.asking import ask_handoff
+from sglang_adapt.router.calls import EngineCallError
+from sglang_adapt.router.copying import by_rank, copy_into, share_out
+from sglang_adapt.router.lives import Lives
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.switch import Sent, Snapshot, Switch
 
@@ -39,7 +40,6 @@ LEAVE_TOKENS = 256
 """Tokens that each request of an engine can still come to have, in blocks that the engine keeps. It runs on meanwhile,
 for milliseconds as a rule, and stock retracts requests, or aborts the last one, where no block is free."""
 
-Handoff = Callable[[EngineSpec, HandoffCall, Any], Awaitable[list[Any]]]
 Carry = Callable[[Sequence[Mover], Sequence[Room]], Sequence[Carriage]]
 
 
@@ -47,15 +47,13 @@ class Precopy:
     """What has been brought over ahead in one switch, and whose blocks hold it.
 
     Args:
-        pools: whose blocks are whose.
-        handoff: asks an engine's ranks.
-        ready: is an engine up?
+        pools: whose blocks are whose, and the way to the engines' ranks.
+        up: which engines are.
     """
 
-    def __init__(self, pools: Pools, handoff: Handoff, ready: Callable[[EngineSpec], bool]) -> None:
+    def __init__(self, pools: Pools, up: Lives) -> None:
         self._pools = pools
-        self._handoff = handoff
-        self._ready = ready
+        self._up = up
         self._snapshots: dict[tuple[EngineSpec, str], Snapshot] = {}
         self._sent: dict[str, Sent] = {}
 
@@ -95,7 +93,7 @@ class Precopy:
         each = -(-LEAVE_TOKENS // pools.settings.geometry.tokens_per_block(spec.tp))
         call = SnapshotCall(switch.epoch, pools.unit_tokens, each * requests + pools.settings.standby_blocks)
         try:
-            answers: list[SnapshotAnswer] = await self._handoff(spec, call, SnapshotAnswer)
+            answers = await ask_handoff(pools, spec, call, SnapshotAnswer)
         except EngineCallError as error:
             # If it is dead, its export finds out; if it has refused, its requests move in the pause.
             logger.warning("%s: nothing is copied ahead: %s", spec, error)
@@ -106,7 +104,7 @@ class Precopy:
             self._snapshots[spec, request.rid] = Snapshot(request, [answer.blocks[at] for answer in answers])
 
     async def _send(self, switch: Switch, spec: EngineSpec, group: Sequence[tuple[EngineSpec, Snapshot]]) -> None:
-        if not self._ready(spec):
+        if not self._up.is_up(spec):
             # Dead since the switch began, perhaps gone already: nothing may wait for that.
             return
         pools, deaths = self._pools, self._pools.deaths(spec)
@@ -117,37 +115,26 @@ class Precopy:
         except LedgerError as error:
             logger.warning("%s: nothing is copied ahead: %s", spec, error)
             return
-        pages = np.split(reserved, np.cumsum(counts)[:-1], axis=1)
-        try:
-            ticket = pools.begin_copy(_copies(spec, group, pages))
-        except LedgerError as error:
-            # A source has died since.
-            logger.warning("%s: nothing is copied ahead: %s", spec, error)
-            pools.cancel(spec, reserved)
-            return
+        shares = share_out(reserved, counts)
         call = PrecopyCall(
             switch.epoch,
             [snapshot.request for _, snapshot in group],
-            [[mine[rank].tolist() for mine in pages] for rank in range(spec.tp)],
+            by_rank(shares, spec.tp),
             [KvSource(list(source.gpus), snapshot.blocks) for source, snapshot in group],
         )
         try:
-            answers: list[PrecopyAnswer] = await self._handoff(spec, call, PrecopyAnswer)
+            answers = await copy_into(
+                pools,
+                spec,
+                _copies(spec, group, shares),
+                ask=lambda: ask_handoff(pools, spec, call, PrecopyAnswer),
+                give_up=lambda: pools.cancel(spec, reserved),
+            )
         except EngineCallError as error:
             logger.warning("%s: nothing is copied ahead: %s", spec, error)
-            if not isinstance(error, CallRefusedError):
-                await pools.gone(spec, deaths)
-            pools.end_copy(ticket)
-            if pools.deaths(spec) == deaths:
-                pools.cancel(spec, reserved)
             return
-        except Exception:
-            # A fault in this program, for which the engine is killed.
-            pools.end_copy_when_gone(spec, deaths, ticket)
-            raise
-        pools.end_copy(ticket)
         switch.note_steps("precopy", (answer.steps_ms for answer in answers))
-        for (_, snapshot), mine in zip(group, pages, strict=True):
+        for (_, snapshot), mine in zip(group, shares, strict=True):
             self._sent[snapshot.request.rid] = Sent(snapshot, spec, deaths, mine)
             switch.ahead_tokens += snapshot.request.ahead
 
@@ -206,10 +193,10 @@ class Precopy:
 
 
 def _copies(
-    spec: EngineSpec, group: Sequence[tuple[EngineSpec, Snapshot]], pages: Sequence[IntArray]
+    spec: EngineSpec, group: Sequence[tuple[EngineSpec, Snapshot]], shares: Sequence[IntArray]
 ) -> list[CopyBatch]:
     copies: list[tuple[Sequence[int], RequestCopy]] = []
-    for (source, snapshot), mine in zip(group, pages, strict=True):
+    for (source, snapshot), mine in zip(group, shares, strict=True):
         if snapshot.request.ahead:
             blocks = np.asarray(snapshot.blocks, dtype=np.int32)
             copies.append((source.gpus, RequestCopy(snapshot.request.rid, snapshot.request.ahead, blocks, mine)))

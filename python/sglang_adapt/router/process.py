@@ -32,16 +32,18 @@ from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.memory import KeptMemory, keeper_configs
 from sglang_adapt.router.metrics import HandoverMetrics, PlanMetrics, SwitchMetrics, check_folder, metrics_folder
 from sglang_adapt.router.modes import Modes
+from sglang_adapt.router.outlets import Outlets
 from sglang_adapt.router.planning import ALL, make_planning
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.readback import Readback
 from sglang_adapt.router.repair import Repair
 from sglang_adapt.router.restarts import RestartLimit
-from sglang_adapt.router.router import Outlets, Router
+from sglang_adapt.router.router import Router
 from sglang_adapt.router.sockets import Inbox, make_socket
 from sglang_adapt.router.start_report import StartReport
 from sglang_adapt.router.starts import EngineStarts
 from sglang_adapt.router.state_metrics import StateMetrics
+from sglang_adapt.router.status import status_of
 from sglang_adapt.router.supervisor import Supervisor
 from sglang_adapt.router.switch import Outcome, Switch
 from sglang_adapt.router.tiers import bounds_of, let_go, make_admission
@@ -296,7 +298,7 @@ class _Process:
     def _tell_state(self) -> None:
         if self._state is not None:
             blocks = {} if self.pools is None else self.pools.states()
-            self._state.tell(self._router.status(), self._router.in_flight, blocks)
+            self._state.tell(status_of(self._router), self._router.in_flight, blocks)
 
     def _retry_soon(self) -> None:
         """Start engines that wait for blocks; not at once, because a switch is in the middle of a step."""

@@ -2,57 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import zmq
 
 from sglang_adapt.core.layout import Layout, Role
-from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, EngineStatus, RouterStatus
+from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.journal import Entry
 from sglang_adapt.router.long_requests import Lengths, LongRequests
+from sglang_adapt.router.outlets import Outlets
+from sglang_adapt.router.places import Places
 from sglang_adapt.router.serving import Serving
 from sglang_adapt.router.traffic import Traffic
+from sglang_adapt.router.waiting import Message, Waiting
 from sglang_adapt.upstream import wire
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Outlets:
-    """Where the router sends what is not for an engine.
-
-    Attributes:
-        tokenizer: one stock message to the tokenizer manager.
-        outputs: one batch of outputs on its way to the tokenizer manager (through the detokenizer, if there is one).
-        ready: called with an engine that has answered its warm-up request.
-        changed: called when the status has changed.
-        lost: called with an engine that does not take messages any more.
-        replied: called with an engine's reply to a call of the router's own (`calls.py`).
-        stranded: called when requests have lost their engine.
-        placing: called with a request and the engine that it is sent to next.
-        taken: called with a request that an engine has now, while others are kept paused.
-        long_waits: called when a request has come that no engine of the layout holds.
-        ended: called with an engine whose request has ended, or gone.
-    """
-
-    tokenizer: Callable[[bytes], None]
-    outputs: Callable[[bytes], None]
-    ready: Callable[[Engine], None]
-    changed: Callable[[], None]
-    lost: Callable[[Engine], None]
-    replied: Callable[[Engine, bytes], None]
-    stranded: Callable[[], None] = lambda: None
-    placing: Callable[[str, Engine], None] = lambda rid, engine: None
-    taken: Callable[[str], None] = lambda rid: None
-    long_waits: Callable[[], None] = lambda: None
-    ended: Callable[[Engine], None] = lambda engine: None
 
 
 _GONE = (EngineState.DEAD, EngineState.FAILED)
@@ -61,10 +31,8 @@ _GONE = (EngineState.DEAD, EngineState.FAILED)
 class Router:
     """Engines, the requests on them, and the handlers of the messages from both sides.
 
-    Invariant: a request id is in `in_flight` of exactly the engine that `_where` names, from the moment its
-    message is sent to that engine until its last output, its abort or its error passes here. Requests on the move are
-    those of `moving`, those whose engine has died those of `stranded`: engines in name only. `journal` has an entry for
-    each of them all.
+    Each request that is accepted and not ended is in `places`, from the moment its message is sent to an engine until
+    its last output, its abort or its error passes here, or in `waiting`.
 
     Args:
         layout: that serves.
@@ -76,6 +44,8 @@ class Router:
 
     Attributes:
         long: requests that not every engine holds.
+        waiting: requests that are in no engine.
+        places: where all others are.
     """
 
     def __init__(
@@ -90,20 +60,13 @@ class Router:
         self.accepting = True
         self.long = LongRequests(lengths or Lengths({}), lambda: 1e3 * time.monotonic())
         self._serving = Serving(layout, self.long)
-        self._where: dict[str, Engine] = {}
-        self.moving = Engine("moving", send=self._hold_abort, state=EngineState.READY)
-        self._held_aborts: list[str] = []
-        self.stranded = Engine(
-            "stranded", send=lambda data: self._abort_in(self.stranded, data), state=EngineState.READY
+        self.waiting = Waiting(self.long)
+        self.places = Places(
+            self._serving, self.long, admission, outlets.tokenizer, taken=outlets.taken, ended=outlets.ended
         )
-        self.journal: dict[str, Entry] = {}
         self._deaths_limit = deaths_limit
-        self._kept: dict[str, Engine] = {}
-        self._queue: dict[str, tuple[int, bytes]] = {}
         self.admission = admission
         self._traffic = traffic
-        self._held: dict[str, tuple[int, bytes]] = {}
-        self._waiters: list[tuple[set[str], asyncio.Future[None]]] = []
         self._out = outlets
         self._control = ControlFanOut(
             wire.reply_tags(),
@@ -125,14 +88,31 @@ class Router:
     @property
     def in_flight(self) -> int:
         """Requests accepted and not ended."""
-        return len(self._where) + len(self._queue) + len(self._held) + len(self.long.waiting)
+        return len(self.places.where) + len(self.waiting)
 
     def unfinished(self) -> Iterator[tuple[str, bool]]:
         """Every request accepted and not ended, and whether it waits for its first token."""
-        for rid in self._where:
+        for rid in self.places.where:
             yield rid, not self.journal[rid].ids
-        for rid in (*self._queue, *self._held, *self.long.waiting):
+        for rid in self.waiting:
             yield rid, True
+
+    # Where requests are: see `Places`.
+
+    @property
+    def journal(self) -> dict[str, Entry]:
+        """Message and tokens of each request that is not in `waiting`."""
+        return self.places.journal
+
+    @property
+    def moving(self) -> Engine:
+        """Requests on the move."""
+        return self.places.moving
+
+    @property
+    def stranded(self) -> Engine:
+        """Requests whose engine has died."""
+        return self.places.stranded
 
     # Which engines there are: see `Serving`.
 
@@ -176,32 +156,12 @@ class Router:
 
     def let_go(self) -> None:
         """Send requests that wait for room to the engines that have it now."""
-        if self.admission is None or not self._held:
+        if self.admission is None or not self.waiting.for_room:
             return
         while (found := self.admission.next_held(self.serving())) is not None:
             rid, name = found
-            tokens, data = self._held.pop(rid)
+            tokens, data = self.waiting.for_room.pop(rid)
             self._place(rid, tokens, wire.with_priority(data, self.admission.priority(rid)), accepted=True, wanted=name)
-
-    def status(self) -> RouterStatus:
-        return RouterStatus(
-            layout=str(self.layout),
-            request_tokens=self.request_tokens,
-            engines=[
-                EngineStatus(
-                    name=engine.name,
-                    state=engine.state.value,
-                    active=engine.name in self._serving.active,
-                    role=self.roles.get(engine.name, Role.MIXED).value,
-                    in_flight=len(engine.in_flight),
-                    restarts=engine.restarts,
-                    pids=engine.pids,
-                    leased_blocks=None if engine.blocks is None else engine.blocks[0],
-                    free_blocks=None if engine.blocks is None else engine.blocks[1],
-                )
-                for engine in self.engines.values()
-            ],
-        )
 
     # Engines come and go.
 
@@ -225,7 +185,8 @@ class Router:
         self.strand(engine, list(engine.in_flight), why)
         if not self._serving.may_serve():
             self.fail(self.stranded, list(self.stranded.in_flight), f"no engine is left to go on: {why}")
-            self._fail_held(f"no engine is left: {why}")
+            for rid in list(self.waiting.for_room):
+                self._refuse_waiting(rid, wire.encode_unavailable(rid, f"no engine is left: {why}"))
         self.fail_too_long(why)
         self._out.changed()
 
@@ -234,8 +195,7 @@ class Router:
         text = f"no engine is left that holds a request of this length: {why}"
         self.fail(self.stranded, [rid for rid in self.stranded.in_flight if not self._may_hold(rid)], text)
         for rid in [rid for rid in self.long.waiting if not self._may_hold(rid)]:
-            self.long.drop(rid)
-            self._refuse(rid, wire.encode_unavailable(rid, text))
+            self._refuse_waiting(rid, wire.encode_unavailable(rid, text))
 
     def _may_hold(self, rid: str) -> bool:
         """Is a request one that an engine holds which serves, or can come to?"""
@@ -253,7 +213,7 @@ class Router:
         self.fail(
             holder, hopeless, f"{self._deaths_limit + 1} engines died while they ran this request; the last: {why}"
         )
-        self._hand_over(holder, self.stranded, there)
+        self.places.hand_over(holder, self.stranded, there)
         if there:
             logger.error(
                 "%s: %d unfinished requests go on elsewhere, %d ended with 503: %s",
@@ -269,41 +229,29 @@ class Router:
         if self.engine_for(rid) is None:
             return False
         entry = self.journal[rid]
-        del self.stranded.in_flight[rid]
-        del self._where[rid]
-        if self.admission is not None:
-            self.admission.left(rid)
+        self.places.take_back(rid)
         self._place(rid, entry.tokens, entry.data, accepted=True)
         return True
 
     def take_up(self, engine: Engine, rids: Iterable[str]) -> None:
         """Stranded requests are an engine's now."""
-        self._hand_over(self.stranded, engine, rids)
+        self.places.hand_over(self.stranded, engine, rids)
 
     def fail_all(self, why: str) -> None:
         """End every unfinished request with a 503 that says why, and stop the engines' work on them."""
-        for engine in self._holders():
+        for engine in self.places.holders():
             for rid in self.fail(engine, list(engine.in_flight), why):
                 self._send(engine, wire.encode_abort(rid))
-        waiting = [*self._queue, *(rid for rid, _, _ in self.long.take())]
-        self._queue.clear()
-        for rid in waiting:
-            self._refuse(rid, wire.encode_unavailable(rid, why))
-        self._fail_held(why)
+        for rid in list(self.waiting):
+            self._refuse_waiting(rid, wire.encode_unavailable(rid, why))
 
-    def _fail_held(self, why: str) -> None:
-        for rid in list(self._held):
-            self._drop_held(rid)
-            self._out.tokenizer(wire.encode_unavailable(rid, why))
-
-    def _drop_held(self, rid: str) -> None:
-        assert self.admission is not None
-        del self._held[rid]
-        self.long.ended(rid)
-        self.admission.ended(rid, None, finished=False)
+    def _refuse_waiting(self, rid: str, answer: bytes) -> None:
+        """End a request that waits here."""
+        self.waiting.drop(rid)
+        self._refuse(rid, answer)
 
     def _refuse(self, rid: str, answer: bytes) -> None:
-        """End a request that is in no engine and not held."""
+        """End a request that is in no engine and does not wait, or waits no more."""
         self.long.ended(rid)
         if self.admission is not None:
             self.admission.ended(rid, None, finished=False)
@@ -313,7 +261,7 @@ class Router:
         """End requests of an engine with a 503 that says why; returns those that were there."""
         there = [rid for rid in rids if rid in engine.in_flight]
         for rid in there:
-            self._end(engine, rid)
+            self.places.end(engine, rid)
             self._out.tokenizer(wire.encode_unavailable(rid, why))
         return there
 
@@ -326,24 +274,19 @@ class Router:
     def activate(self, layout: Layout) -> None:
         """Dispatch to the engines of a layout from now on: first the aborts and the requests that have waited."""
         self._serving.activate(layout)
-        aborts, self._held_aborts = self._held_aborts, []
-        for rid in aborts:
-            self._on_abort(wire.encode_abort(rid))
-        queue, self._queue = self._queue, {}
-        for rid, tokens, data in self.long.take():
-            self._enter(rid, tokens, data, accepted=True)
-        for rid, (tokens, data) in queue.items():
+        self._carry_out(self.places.take_aborts())
+        for rid, tokens, data in self.waiting.take_after_switch():
             self._enter(rid, tokens, data, accepted=True)
         self.let_go()
         self._out.changed()
 
     def detach(self, engine: Engine, rids: Iterable[str]) -> None:
         """Requests have left an engine and are on the move. Aborts of them wait for `activate`."""
-        self._hand_over(engine, self.moving, rids)
+        self.places.hand_over(engine, self.moving, rids)
 
     def attach(self, engine: Engine, rids: Iterable[str]) -> None:
         """Requests on the move have arrived at an engine, which is out of dispatch or gets them as further load."""
-        self._hand_over(self.moving, engine, rids)
+        self.places.hand_over(self.moving, engine, rids)
 
     def arrive(self, engine: Engine, rids: Iterable[str]) -> None:
         """Requests that moved alone, outside of a switch, are an engine's; so are their aborts. It is told of those
@@ -357,27 +300,19 @@ class Router:
 
     def carry_out_aborts(self, there: Iterable[str]) -> None:
         """Aborts of requests that were on the move, which go where the requests are now."""
-        there = set(there)
-        aborts = [rid for rid in self._held_aborts if rid in there]
-        self._held_aborts = [rid for rid in self._held_aborts if rid not in aborts]
+        self._carry_out(self.places.take_aborts(there))
+
+    def _carry_out(self, aborts: Iterable[str]) -> None:
         for rid in aborts:
             self._on_abort(wire.encode_abort(rid))
 
     def keep(self, engine: Engine, rids: Iterable[str]) -> None:
         """Requests on the move stay paused at an engine, until `unkeep`. An abort ends them at once."""
-        name = engine.name
-        if name not in self._kept:
-            self._kept[name] = Engine(f"kept at {name}", send=lambda data: self._abort_in(self._kept[name], data))
-            self._kept[name].state = EngineState.READY
-        self._hand_over(self.moving, self._kept[name], rids)
+        self.places.keep(engine, rids)
 
     def unkeep(self, engine: Engine) -> list[str]:
         """Requests kept at an engine are on the move again; returns the ids of those whose clients still wait."""
-        holder = self._kept.pop(engine.name, None)
-        rids = [] if holder is None else list(holder.in_flight)
-        if holder is not None:
-            self._hand_over(holder, self.moving, rids)
-        return rids
+        return self.places.unkeep(engine)
 
     def lay_down(self, rids: Iterable[str], why: str) -> None:
         """Requests on the move have lost their KV, and no engine has died for it: `repair.Repair` places them, those
@@ -386,48 +321,12 @@ class Router:
         self.long.patient.update(rid for rid in rids if rid in self.long.needs)
         text = f"no engine that holds it is left: {why}"
         self.fail(self.moving, [rid for rid in rids if not self._may_hold(rid)], text)
-        self._hand_over(self.moving, self.stranded, rids)
+        self.places.hand_over(self.moving, self.stranded, rids)
         self._out.stranded()
 
     async def ended(self, rids: Iterable[str]) -> None:
         """Wait until none of these requests is unfinished."""
-        waiting = {rid for rid in rids if rid in self._where}
-        if not waiting:
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((waiting, future))
-        try:
-            await future
-        finally:
-            self._waiters = [waiter for waiter in self._waiters if waiter[1] is not future]
-
-    def _hand_over(self, giver: Engine, taker: Engine, rids: Iterable[str]) -> None:
-        for rid in rids:
-            tokens = giver.in_flight.pop(rid, None)
-            if tokens is None:
-                continue
-            self._serving.release(giver.name, tokens)
-            self._hold(taker, rid, tokens)
-            self._serving.assign(taker.name, tokens)
-
-    def _hold_abort(self, data: bytes) -> None:
-        self._held_aborts += _meant(self.moving, data)
-
-    def _abort_in(self, holder: Engine, data: bytes) -> None:
-        """End requests that no engine runs now."""
-        for rid in _meant(holder, data):
-            self._end(holder, rid)
-            self._out.tokenizer(wire.encode_abort(rid))
-
-    def _holders(self) -> list[Engine]:
-        """All that can have requests."""
-        return [*self.engines.values(), self.moving, self.stranded, *self._kept.values()]
-
-    def _tell_waiters(self, ended: Iterable[str]) -> None:
-        for rids, future in self._waiters:
-            rids.difference_update(ended)
-            if not rids and not future.done():
-                future.set_result(None)
+        await self.places.until_ended(rids)
 
     # Messages from the front.
 
@@ -478,7 +377,7 @@ class Router:
         if name is not None:
             self._place(rid, tokens, wire.with_priority(data, self.admission.priority(rid)), accepted, name)
             return
-        self._held[rid] = (tokens, data)
+        self.waiting.for_room[rid] = Message(tokens, data)
         self.let_go()
 
     def _place(self, rid: str, tokens: int, data: bytes, accepted: bool = False, wanted: str | None = None) -> None:
@@ -492,13 +391,13 @@ class Router:
             engine = self._serving.engine_for(rid, wanted, accepted=accepted)
             wanted = None
             if engine is None and self._serving.paused:
-                self._queue[rid] = (tokens, data)
+                self.waiting.paused[rid] = Message(tokens, data)
                 return
             if engine is None and not self._serving.may_take(rid, accepted=accepted):
                 self._wait_for_bound(rid, tokens, data)
                 return
             if engine is None and accepted and self._serving.may_serve():
-                self._hold(self.stranded, rid, tokens)
+                self.places.hold(self.stranded, rid, tokens)
                 self.journal.setdefault(rid, Entry(data, tokens))
                 return
             if engine is None:
@@ -513,7 +412,7 @@ class Router:
             return
         self.long.placed(rid, engine.name)
         self._serving.assign(engine.name, tokens)
-        self._hold(engine, rid, tokens)
+        self.places.hold(engine, rid, tokens)
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
             self.admission.placed(rid, engine)
@@ -529,33 +428,17 @@ class Router:
             self.long.wait(rid, tokens, data)
             self._out.long_waits()
 
-    def _hold(self, holder: Engine, rid: str, tokens: int) -> None:
-        """A request is a holder's from now on."""
-        holder.in_flight[rid] = tokens
-        self._where[rid] = holder
-        if self.admission is not None:
-            self.admission.moved(rid, holder.name, tokens)
-        if self._kept and holder.name in self.engines:
-            self._out.taken(rid)
-
     def _on_batch(self, data: bytes) -> None:
         for request in wire.split_batch(data):
             self._on_request(request)
 
     def _on_abort(self, data: bytes) -> None:
         rid, abort_all = wire.abort_head(data)
-        engine = None if abort_all else self._where.get(rid)
-        for waiting in [one for one in self._queue if abort_all or one.startswith(rid)]:
-            del self._queue[waiting]
-            self._refuse(waiting, wire.encode_abort(waiting))
-        for waiting in [one for one in self.long.waiting if abort_all or one.startswith(rid)]:
-            self.long.drop(waiting)
-            self._refuse(waiting, wire.encode_abort(waiting))
-        for waiting in [one for one in self._held if abort_all or one.startswith(rid)]:
-            self._drop_held(waiting)
-            self._out.tokenizer(wire.encode_abort(waiting))
+        engine = None if abort_all else self.places.where.get(rid)
+        for waiting in [one for one in self.waiting if abort_all or one.startswith(rid)]:
+            self._refuse_waiting(waiting, wire.encode_abort(waiting))
         # Stock aborts by prefix, so an id that is not known here may name several requests anywhere.
-        targets = [engine] if engine is not None else [holder for holder in self._holders() if holder.in_flight]
+        targets = [engine] if engine is not None else [holder for holder in self.places.holders() if holder.in_flight]
         for target in targets:
             self._send(target, data)
 
@@ -582,7 +465,7 @@ class Router:
             if rid.startswith(wire.CONTROL_FAILED_PREFIX):
                 self._control.reply(engine.name, rid.removeprefix(wire.CONTROL_FAILED_PREFIX).encode(), data)
                 return
-            self._end(engine, rid)
+            self.places.end(engine, rid)
             self._out.tokenizer(data)
         elif tag == wire.HEALTH_OUTPUT:
             self._out.tokenizer(data)
@@ -606,31 +489,8 @@ class Router:
             if output.finished:
                 if self._traffic is not None and not output.aborted:
                     self._traffic.finished(output.rid, output.total)
-                self._end(engine, output.rid)
+                self.places.end(engine, output.rid)
             elif (entry := self.journal.get(output.rid)) is not None:
                 entry.append(output.decoded, output.total)
         self._out.outputs(data)
         self.let_go()
-
-    def _end(self, engine: Engine, rid: str) -> None:
-        if rid in self.moving.in_flight:
-            # The engine that took it up has ended it before `attach`.
-            engine = self.moving
-        tokens = engine.in_flight.pop(rid, None)
-        if tokens is not None:
-            del self._where[rid]
-            del self.journal[rid]
-            self.long.ended(rid)
-            if self.admission is not None:
-                self.admission.left(rid)
-                self.admission.ended(rid, None, finished=False)
-            self._serving.release(engine.name, tokens)
-            if self._waiters:
-                self._tell_waiters([rid])
-            self._out.ended(engine)
-
-
-def _meant(holder: Engine, data: bytes) -> list[str]:
-    """The requests of a holder that an abort means; stock aborts by prefix."""
-    prefix, abort_all = wire.abort_head(data)
-    return [rid for rid in holder.in_flight if abort_all or rid.startswith(prefix)]

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal
 
-import numpy as np
-
-from sglang_adapt.core.block_ids import pack_ids
-from sglang_adapt.core.handoff import AdoptCall, CarriedRequest, KvSource
+from sglang_adapt.core.handoff import CarriedRequest, KvSource
 from sglang_adapt.core.layout import EngineSpec, Layout
-from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy, batches_to
+from sglang_adapt.kv.plan import IntArray
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.planner import Trigger
+from sglang_adapt.router.copying import Blocks
 
-Blocks = list[list[int]]
-"""Blocks of one request in token order, a list a rank."""
 Phase = Literal["prepare", "precopy", "export", "reload", "plan", "adopt", "release"]
 Way = Literal["migrated", "recomputed", "waiting", "kept", "resumed", "drained", "stranded"]
 """What becomes of a request: it moves with its KV, without it, or had none; it stays paused, or goes on after that; it
@@ -129,45 +124,6 @@ class Arrival:
     def blocks(self, page: int) -> int:
         """Blocks of `page` tokens that it needs on each rank, beside those that are there."""
         return -(-self.request.kv_tokens // page) - self.request.ahead // page
-
-
-def deal(arrivals: Sequence[Arrival], page: int, reserved: IntArray) -> list[Blocks]:
-    """Blocks for each request out of the reserved ones: `[rank][request][n]`.
-
-    Args:
-        page: tokens of a block.
-        reserved: `[TP size, n]`, as many blocks on each rank as the requests need.
-    """
-    counts = [arrival.blocks(page) for arrival in arrivals]
-    ends = np.cumsum([0, *counts]).tolist()
-    return [[rank[start:end] for start, end in pairwise(ends)] for rank in reserved.tolist()]
-
-
-def copies_of(spec: EngineSpec, arrivals: Sequence[Arrival], blocks: Sequence[Blocks]) -> list[CopyBatch]:
-    """The copies that bring the arrivals' KV to an engine, for the ledgers."""
-    copies: list[tuple[Sequence[int], RequestCopy]] = []
-    for at, arrival in enumerate(arrivals):
-        request = arrival.request
-        if arrival.source is not None and request.kv_tokens > request.ahead:
-            copy = RequestCopy(
-                request.rid,
-                request.kv_tokens,
-                np.asarray(arrival.kv_source.blocks, dtype=np.int32),
-                np.asarray([rank[at] for rank in blocks], dtype=np.int32),
-                request.ahead,
-            )
-            copies.append((arrival.source.spec.gpus, copy))
-    return batches_to(tuple(spec.gpus), copies)
-
-
-def adopt_call(epoch: int, arrivals: Sequence[Arrival], blocks: Sequence[Blocks], grow: IntArray) -> AdoptCall:
-    return AdoptCall(
-        epoch,
-        [arrival.request for arrival in arrivals],
-        [list(rank) for rank in blocks],
-        sources=[arrival.kv_source for arrival in arrivals],
-        grow=[pack_ids(rank) for rank in grow],
-    )
 
 
 @dataclass

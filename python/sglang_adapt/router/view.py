@@ -12,6 +12,7 @@ from sglang_adapt.core.config import AdaptConfig
 from sglang_adapt.core.layout import EngineSpec, Role
 from sglang_adapt.router.manager import Manager
 from sglang_adapt.router.router import Router
+from sglang_adapt.router.status import status_of
 
 _NO_TIER = ""
 """Stands for the tier of all requests where there are no tiers."""
@@ -26,7 +27,7 @@ def view(config: AdaptConfig, router: Router, manager: Manager | None) -> dict[s
         engine has, by tier; `switching`: the switch that is under way, or None; `control`, `policy`, `trigger`,
         `reason`, `switches`: as in `GET /adapt/layout`; `planner`: what it wants and why, or None.
     """
-    statuses = {status.name: status for status in router.status().engines}
+    statuses = {status.name: status for status in status_of(router).engines}
     on_engines: set[str] = set()
     engines = []
     for spec in config.candidates:

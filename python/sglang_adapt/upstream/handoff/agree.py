@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from sglang_adapt.upstream.rank_link import link_of
 
 Result = TypeVar("Result")
+Wait = Callable[[], None]
 
 
 class OtherRankFailedError(RuntimeError):
@@ -31,6 +32,23 @@ def on_all_ranks(scheduler: Any, what: str, function: Callable[[], Result]) -> R
     if failure is not None:
         raise failure
     return result
+
+
+def start_on_all_ranks(scheduler: Any, what: str, start: Callable[[], Wait]) -> Wait:
+    """Begin something on every rank of the engine at once; returns what waits for its end here.
+
+    Raises:
+        OtherRankFailedError, Exception: as `on_all_ranks`; nothing is under way then.
+    """
+    started: list[Wait] = []
+    try:
+        on_all_ranks(scheduler, what, lambda: started.append(start()))
+    except Exception:
+        # Nobody may get the pages while they are being written.
+        for wait in started:
+            wait()
+        raise
+    return started[0]
 
 
 def _all_succeeded(scheduler: Any, success: bool) -> bool:

@@ -20,7 +20,7 @@ from sglang_adapt.core.laps import Laps
 from sglang_adapt.kv.lanes import NOW, Mark
 from sglang_adapt.upstream.handoff import early
 from sglang_adapt.upstream.handoff.adopt import AdoptError, Arrival, check_fits, seat
-from sglang_adapt.upstream.handoff.agree import on_all_ranks
+from sglang_adapt.upstream.handoff.agree import on_all_ranks, start_on_all_ranks
 from sglang_adapt.upstream.handoff.batch import join_running
 from sglang_adapt.upstream.handoff.grammar import rebuild_grammar
 from sglang_adapt.upstream.handoff.iteration import before_each_batch
@@ -107,18 +107,15 @@ def take_over(
     after = NOW if ready else _after_batch(scheduler)
     whole = [[*one.pages, *mine][:count] for one, mine, count in zip(there, pages, needed, strict=True)]
     rest = [mine[begin // size :] for mine, begin in zip(whole, first, strict=True)]
-    copies: list[Callable[[], None]] = []
     try:
-        on_all_ranks(scheduler, "start the copy", lambda: copies.append(start_copy(rest, first, after)))
+        copy = start_on_all_ranks(scheduler, "start the copy", lambda: start_copy(rest, first, after))
     except Exception:
-        for wait in copies:
-            wait()
         early.free(scheduler, [page for mine in pages for page in mine])
         raise
     laps.lap("start copy")
 
     def wait_for_all() -> None:
-        for wait in [*(one.wait for one in there), *copies]:
+        for wait in [*(one.wait for one in there), copy]:
             wait()
 
     early.take(ahead)

@@ -13,11 +13,9 @@ from typing import Any
 
 from sglang_adapt.core.handover import AheadCall
 from sglang_adapt.upstream.handoff.adopt import AdoptError, slots_of
-from sglang_adapt.upstream.handoff.agree import on_all_ranks
+from sglang_adapt.upstream.handoff.agree import Wait, start_on_all_ranks
 from sglang_adapt.upstream.handoff.iteration import before_each_batch
 from sglang_adapt.upstream.kv_lease import EngineLease
-
-Wait = Callable[[], None]
 
 
 @dataclass
@@ -103,24 +101,15 @@ def bring(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], bool
         there = Early(call.rid, allocate(scheduler, whole))
     if call.end > call.first:
         try:
-            _start(scheduler, there, there.pages[call.first // size : call.end // size], start_copy)
+            pages = there.pages[call.first // size : call.end // size]
+            wait = start_on_all_ranks(scheduler, "start a copy ahead", lambda: start_copy(pages, there.fresh))
         except Exception:
             if call.number not in _early:
                 free(scheduler, there.pages)
             raise
+        there.waits.append(wait)
     there.tokens = call.end
     _early[call.number] = there
-
-
-def _start(scheduler: Any, early: Early, pages: list[int], start_copy: Callable[[list[int], bool], Wait]) -> None:
-    copies: list[Wait] = []
-    try:
-        on_all_ranks(scheduler, "start a copy ahead", lambda: copies.append(start_copy(pages, early.fresh)))
-    except Exception:
-        for wait in copies:
-            wait()
-        raise
-    early.waits += copies
 
 
 def forget(scheduler: Any, numbers: Collection[int]) -> None:

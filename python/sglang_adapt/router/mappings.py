@@ -1,0 +1,46 @@
+"""Which engines can read the KV of all GPUs: each maps their regions once, and anew when it or a keeper has died."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.keeper import KeeperError
+from sglang_adapt.memory import RegionHandle
+from sglang_adapt.router.pools import Pools
+
+
+class Mappings:
+    """See the module.
+
+    Args:
+        pools: the way to the engines' ranks.
+        regions: the KV regions of all GPUs now; raises KeeperError while a keeper is being started again.
+    """
+
+    def __init__(self, pools: Pools, regions: Callable[[], dict[int, RegionHandle]]) -> None:
+        self._pools = pools
+        self._regions = regions
+        self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
+
+    def has(self, spec: EngineSpec) -> bool:
+        """Has an engine mapped all that there is now?"""
+        try:
+            return self._mapped.get(spec) == self._wanted(spec)
+        except KeeperError:
+            # One is being started again.
+            return False
+
+    async def map(self, spec: EngineSpec) -> None:
+        """Let an engine map what it has not. Raises EngineCallError, KeeperError."""
+        wanted = self._wanted(spec)
+        if self._mapped.get(spec) == wanted:
+            return
+        regions = {str(gpu): msgspec.to_builtins(handle) for gpu, handle in wanted[1].items()}
+        await self._pools.ask(spec, "kv_map", {"regions": regions})
+        self._mapped[spec] = wanted
+
+    def _wanted(self, spec: EngineSpec) -> tuple[int, dict[int, RegionHandle]]:
+        return self._pools.deaths(spec), self._regions()
