@@ -331,7 +331,7 @@ def test_a_kept_request_that_is_aborted_ends_at_once(server: Server, total: dict
 
 def test_kept_requests_go_on_elsewhere_when_their_engine_dies(server: Server, total: dict[int, int]) -> None:
     results: list[httpx.Response] = []
-    body = bodies(500)["whole"]
+    body = bodies(1000)["whole"]
     alone = ask(server, body)
     threads = kept_away(server, results, body, body)
     for name, engine in engines_of(server).items():
