@@ -256,6 +256,11 @@ class Manager:
         if self._pilot is not None and switch.leaving and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
             self._pilot.learn(switch.pause_ms, switch.kv_bytes)
 
+    def handed_over(self, seconds: float) -> None:
+        """A request went from an engine that had read it to one that decodes, in so long a time."""
+        if self._pilot is not None:
+            self._pilot.learn_handover(1e3 * seconds)
+
     # What is told.
 
     def said(self) -> dict[str, Any]:

@@ -90,6 +90,14 @@ def _auto_system(setting: Setting, price: Price | None = None, interval_s: float
     )
 
 
+def _auto_from_best(setting: Setting) -> Run:
+    """Following the traffic from the best layout that stays on, so without the first windows in another one."""
+    best = _best_static(setting, admission=True)
+    assert best.first is not None
+    system = replace(_auto_system(setting), layout=best.first)
+    return replace(run(system, setting.arrivals, setting.config), notes=f"from {best.notes}")
+
+
 def _auto(setting: Setting, price: Price | None = None, interval_s: float | None = None) -> Run:
     return run(_auto_system(setting, price, interval_s), setting.arrivals, setting.config)
 
@@ -157,6 +165,7 @@ def roles(setting: Setting, say: Say) -> Found:
         "ours, fixed roles, the best ones": lambda: _best_roles(setting, admission=True),
         "ours, mixed, best TP": lambda: _best_static(setting, admission=True),
         "ours, auto": lambda: _auto(setting),
+        "ours, auto, from the best TP": lambda: _auto_from_best(setting),
     }
     return _series(setting, systems, say)
 

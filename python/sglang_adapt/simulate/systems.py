@@ -12,7 +12,6 @@ from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.policy.price import Price
 from sglang_adapt.simulate.control import Control, SwitchMade
 from sglang_adapt.simulate.engine import Request
-from sglang_adapt.simulate.handover import FixedRoles
 from sglang_adapt.simulate.hardware import Hardware
 from sglang_adapt.simulate.load import Arrival
 from sglang_adapt.simulate.node import Node
@@ -131,11 +130,6 @@ def _run(
     else:
         routing = LeastLoad(system.hardware, node.place)
     node.use(routing)
-    if system.layout.roles:
-        if system.interval_s is not None:
-            raise ValueError(f"layout {system.layout}: roles are simulated with a layout that stays")
-        routing.use_roles({engine.name: role for engine, role in system.layout.role_of.items()})
-        node.handovers = FixedRoles(node, system.hardware, system.layout)
     control = Control(node, system.hardware, system.gpus, config, system.layout, system.interval_s, system.price)
     node.finished.append(lambda request: ended(node, request))
     node.run()
