@@ -159,7 +159,9 @@ def tiers_of(layout: Layout, rows: Sequence[Row], can: Can = _as_mixed) -> dict[
     business (`reserve.guards`): engines of its own would be too few or too many as soon as the load is another one than
     was planned for. An engine on which no tier meets its targets is there for all.
     """
-    kinds = {(engine.tp, role) for engine, role in layout.role_of.items()}
+    roles = layout.roles or (Role.MIXED,) * len(layout.engines)
+    kind_of = [(engine.tp, role) for engine, role in zip(layout.engines, roles, strict=True)]
+    kinds = set(kind_of)
     able = {kind: {row.tier for row in rows if can(row, *kind)} for kind in kinds}
     # What only reads is no help to a tier that nothing decodes, nor the other way round.
     somewhere = {role: {tier for (_, own), tiers in able.items() if own is role for tier in tiers} for role in Role}
@@ -171,4 +173,4 @@ def tiers_of(layout: Layout, rows: Sequence[Row], can: Can = _as_mixed) -> dict[
         return nowhere or (tier in able[tp, role] and (role is Role.MIXED or apart))
 
     of_kind = {kind: tuple(tier for tier in every if served(tier, *kind)) or every for kind in kinds}
-    return {engine.name: of_kind[engine.tp, role] for engine, role in layout.role_of.items()}
+    return {engine.name: of_kind[kind] for engine, kind in zip(layout.engines, kind_of, strict=True)}

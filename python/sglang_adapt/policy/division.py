@@ -62,8 +62,10 @@ class Division:
 
 def division_of(layout: Layout) -> Division:
     """How a layout is divided."""
+    if not layout.roles:
+        return Division(Counter([engine.tp for engine in layout.engines]))
     by_role: dict[Role, Counter[int]] = {role: Counter() for role in Role}
-    for spec, role in layout.role_of.items():
+    for spec, role in zip(layout.engines, layout.roles, strict=True):
         by_role[role][spec.tp] += 1
     return Division(by_role[Role.MIXED], by_role[Role.PREFILL], by_role[Role.DECODE])
 
@@ -77,7 +79,7 @@ def with_roles(layout: Layout, division: Division, current: Layout, busy: Mappin
         current: the layout that serves, with its roles.
         busy: bytes of KV on its engines, by name.
     """
-    now = current.role_of
+    now = current.role_of if current.roles else {}
     reads: set[EngineSpec] = set()
     for tp, number in division.reads.items():
         own = [engine for engine in layout.engines if engine.tp == tp]
@@ -134,12 +136,12 @@ class Divider:
             holds_tokens: that an engine which reads has to hold.
         """
         found: list[tuple[float, int, int, int]] = []
+        to_decode = {tp: self._gpus_to_decode(tp) for tp in self._speeds}
         for tp_reads in self._speeds:
             if self._speeds[tp_reads].request_tokens < holds_tokens:
                 continue
             needs = self._gpus_to_read(tp_reads)
-            for tp_decodes in self._speeds if needs else ():
-                needed = self._gpus_to_decode(tp_decodes)
+            for tp_decodes, needed in to_decode.items() if needs else ():
                 unit = max(tp_reads, tp_decodes)
                 if not needed or 2 * unit > gpus:
                     continue
