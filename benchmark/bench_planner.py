@@ -82,11 +82,12 @@ def situations(gpus: int, count: int, seed: int) -> list[Situation]:
     return made
 
 
-def measure(gpus: int, count: int) -> dict[str, object]:
+def measure(gpus: int, count: int, gives_roles: bool) -> dict[str, object]:
     """Times of `count` plans, in ms."""
     times, cpu, moved = [], [], 0
     history = None
     for now in situations(gpus, count, seed=gpus):
+        now = replace(now, gives_roles=gives_roles)
         if history is not None:
             now = replace(now, history=history)
         began, began_cpu = time.perf_counter(), time.thread_time()
@@ -97,6 +98,7 @@ def measure(gpus: int, count: int) -> dict[str, object]:
     times.sort()
     return {
         "gpus": gpus,
+        "gives_roles": gives_roles,
         "tiers": len(TIERS),
         "tp_sizes": SIZES,
         "plans": count,
@@ -113,11 +115,13 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=300, help="plans of each size (default: 300)")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    results = [measure(gpus, options.plans) for gpus in (8, 128, 1024)]
+    results = [measure(gpus, options.plans, roles) for roles in (False, True) for gpus in (8, 128, 1024)]
     for one in results:
+        roles = ", roles" if one["gives_roles"] else ""
         print(
-            f"{one['gpus']:5} GPUs, {one['tiers']} tiers: {one['median_ms']} ms at the median, mean {one['mean_ms']}, "
-            f"p99 {one['p99_ms']}, CPU time {one['median_cpu_ms']} ({one['moved']} of {one['plans']} move)"
+            f"{one['gpus']:5} GPUs, {one['tiers']} tiers{roles}: {one['median_ms']} ms at the median, "
+            f"mean {one['mean_ms']}, p99 {one['p99_ms']}, CPU time {one['median_cpu_ms']} "
+            f"({one['moved']} of {one['plans']} move)"
         )
     print(f"Nitsum, 128 GPUs, 4 tiers: {NITSUM_MS} ms")
     write_json(RESULTS, {"environment": environment(), "load": load, "nitsum_ms": NITSUM_MS, "results": results})

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_adapt.core.layout import Layout, parse_layout, uniform_layout
+from sglang_adapt.core.layout import Layout, Role, parse_layout, uniform_layout
 from sglang_adapt.policy.assign import greedy, place, tiers_of
 from sglang_adapt.policy.demand import Arrivals, Demand, Terms, Unfinished, Window, demands
+from sglang_adapt.policy.division import Divider, division_of
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.planner import CALM, LINGER, STARVED, History, Plan, Situation, Trigger, plan
@@ -354,6 +355,9 @@ def situations(draw: st.DrawFn) -> Situation:
         engines.append(f"tp{tp}@{first}" + (f"-{first + tp - 1}" if tp > 1 else ""))
         first += tp
     layout = parse_layout(",".join(engines), sizes, gpus)
+    if len(layout.engines) > 1 and draw(st.booleans()):
+        roles = [draw(st.sampled_from(list(Role))) for _ in layout.engines[2:]]
+        layout = Layout(layout.engines, (Role.PREFILL, Role.DECODE, *roles))
     running = {}
     for engine in layout.engines:
         lengths = (0, *(one.request_tokens for one in speeds if speeds[0].tp < one.tp <= engine.tp))
@@ -363,6 +367,11 @@ def situations(draw: st.DrawFn) -> Situation:
     return Situation(tuple(asked), speeds, gpus, layout, running, CHEAP, longest)
 
 
+def divider_of(decided: Plan, now: Situation) -> Divider:
+    speeds = {one.tp: one for one in now.speeds}
+    return Divider(decided.rows, speeds, Appraiser(decided.rows, speeds), now.handover_ms)
+
+
 def longest_wait(asked: list[Demand], now: Situation, plans: list[Plan]) -> int:
     """Windows in a row that a tier with requests had no engine that meets its targets, although one could."""
     worst = 0
@@ -370,7 +379,7 @@ def longest_wait(asked: list[Demand], now: Situation, plans: list[Plan]) -> int:
         waited = 0
         for decided in plans:
             row = next(row for row in decided.rows if row.tier == one.terms.tier)
-            met = not row.sizes or any(engine.tp in row.sizes for engine in decided.layout.engines)
+            met = not row.sizes or divider_of(decided, now).meets(row, division_of(decided.layout))
             waited = 0 if met else waited + 1
             worst = max(worst, waited)
     return worst
@@ -390,6 +399,20 @@ def test_gpus_are_always_exactly_partitioned_and_the_same_input_gives_the_same_p
     # Each tier that is asked for has an engine, and no engine is there for nobody.
     assert {tier for tiers in decided.tiers.values() for tier in tiers} == {row.tier for row in decided.rows}
     assert all(decided.tiers.values())
+
+
+@given(situations())
+@settings(max_examples=150, deadline=None)
+def test_each_tier_has_an_engine_that_reads_and_one_that_decodes(now: Situation) -> None:
+    decided = plan(now)
+    role_of = {engine.name: role for engine, role in decided.wanted.role_of.items()}
+    for row in decided.rows:
+        roles = {role_of[engine] for engine, tiers in decided.tiers.items() if row.tier in tiers}
+        assert Role.MIXED in roles or roles == {Role.PREFILL, Role.DECODE}
+    if decided.wanted.roles and decided.wanted.roles != now.layout.roles:
+        # Never left for roles in which a tier that can be served is not.
+        divider, division = divider_of(decided, now), division_of(decided.wanted)
+        assert all(divider.meets(row, division) for row in decided.rows if row.sizes)
 
 
 @given(situations())
@@ -469,22 +492,77 @@ def test_lengths_are_remembered_when_nothing_comes() -> None:
     assert (later.rate_rps, later.prompt_tokens, later.output_tokens) == (0, 300, 25)
 
 
-def test_roles_are_left_only_for_what_is_worth_more() -> None:
-    """Long prompts, a tight TPOT: a split carries more than mixed engines. Short prompts, long outputs: it does not."""
-    serving = parse_layout("tp1@0:prefill,tp1@1:decode", (1, 2), 2)
-    speeds = tuple(split_speed(tp) for tp in (1,))
+def roles_situation(rate: float, layout: str, prompt: float = 2050, output: float = 93, **more: object) -> Situation:
+    """Prompts as in ServeGen's code, on four H100s by reckoned times."""
+    asked = Demand(Terms("one", 1.0, 300.0, 10.0), rate, prompt, output, prompt_spread=0.5)
+    known = {"speeds": tuple(split_speed(tp) for tp in (1, 2, 4)), "running": {}, "price": Price(60.0, 3e11)} | more
+    return Situation((asked,), gpus=4, layout=parse_layout(layout, (1, 2, 4), 4), **known)  # type: ignore[arg-type]
 
-    def at(prompt: float, output: float, ttft_ms: float, tpot_ms: float, rate: float) -> Plan:
-        demand = Demand(Terms("one", 1.0, ttft_ms, tpot_ms), rate, prompt, output)
-        return plan(Situation((demand,), speeds, 2, serving, {}, Price(60.0, 3e11), history=History({}, "", 9)))
 
-    kept = at(6000, 40, 1000.0, 12.0, 5.0)
-    assert kept.layout == kept.wanted == serving and not kept.move
-    assert kept.split is not None and kept.split.is_split
-    assert [str(option) for option in kept.options] == ["2 x TP 1 in roles", "2 x TP 1"]
-    left = at(200, 400, 1000.0, 30.0, 200.0)
-    assert left.wanted == Layout(serving.engines) and left.bill.requests == 0
-    assert left.split is not None and not left.split.is_split and "mixed engines carry" in left.split.reason
+SPLIT = "tp2@0-1:prefill,tp2@2-3:decode"
+
+
+def test_long_prompts_beside_tight_steps_get_roles_once_that_has_been_so_for_a_while() -> None:
+    plans = follow(roles_situation(45.0, FOUR), CALM + 5)
+    assert [one.move for one in plans] == [False] * (CALM - 1) + [True] + [False] * 5
+    roles = plans[0].roles
+    assert roles is not None and roles.chosen and roles.roles_rps > 1.05 * roles.mixed_rps
+    assert f"for 1 of {CALM} windows" in plans[0].reason
+    assert re.search(
+        r"1 x TP 4 ends \S+ of it within the targets, .* prefill \+ .* decode ends", plans[CALM - 1].reason
+    )
+    assert set(plans[-1].layout.roles) == {Role.PREFILL, Role.DECODE}
+    assert set(plans[-1].tiers.values()) == {("one",)}
+
+
+def test_mixed_engines_are_the_rule() -> None:
+    # Little load, prompts that are short beside the answers, and lengths that are not known yet.
+    low, short = roles_situation(12.0, FOUR), roles_situation(60.0, FOUR, 200, 400)
+    unsteady = roles_situation(45.0, FOUR, steady=False)
+    for now in (low, short, unsteady):
+        plans = follow(now, 2 * CALM)
+        assert not any(one.layout.roles for one in plans)
+    said = [plan(now).roles for now in (low, unsteady)]
+    assert said[0] is not None and said[0].reason.endswith("1 x TP 4 ends nearly all of it")
+    assert said[1] is not None and said[1].reason.endswith("it is not known how long answers are")
+
+
+def test_roles_are_kept_while_they_carry_more_and_left_for_what_is_worth_more() -> None:
+    kept = plan(roles_situation(45.0, SPLIT))
+    assert kept.layout == kept.wanted and not kept.move
+    left = follow(roles_situation(60.0, SPLIT, 200, 400), CALM)[-1]
+    assert left.move and not left.layout.roles
+
+
+def test_a_change_of_roles_alone_costs_nothing_and_the_emptier_engine_reads() -> None:
+    # One TP size only, so that roles are all that can change.
+    running = {"tp2@0-1": Running(9, 9e9), "tp2@2-3": Running(1, 1e6)}
+    now = roles_situation(45.0, "tp2@0-1,tp2@2-3", speeds=(split_speed(2),), running=running)
+    decided = follow(now, CALM)[-1]
+    assert str(decided.layout) == "tp2@0-1:decode,tp2@2-3:prefill"
+    assert (decided.bill.requests, decided.bill.kv_bytes, decided.bill.pause_ms) == (0, 0.0, 0.0)
+
+
+def test_what_a_hand_over_takes_counts() -> None:
+    # In short answers it is a large part of the time between tokens.
+    dear = roles_situation(45.0, FOUR, output=10, handover_ms=100.0)
+    assert plan(replace(dear, handover_ms=1.0)).wanted.roles
+    assert not plan(dear).wanted.roles
+
+
+@pytest.mark.parametrize("rate", [20, 30, 36, 42, 48])
+def test_chance_in_arrivals_does_not_flap_between_roles_and_none(rate: int) -> None:
+    chance = random.Random(rate)
+    now, windows, made = roles_situation(rate, FOUR), [], 0
+    for _ in range(200):
+        number = sum(chance.random() < rate / 1000 for _ in range(1000))
+        prompts = [int(chance.lognormvariate(7.42, 0.64)) for _ in range(number)]
+        squares = sum(one * one for one in prompts)
+        windows.append(Window(1.0, {"one": Arrivals(number, sum(prompts), squares, number, 93 * number)}))
+        asked = demands([now.demands[0].terms], windows[-5:], {}, {})
+        decided = plan(replace(now, demands=asked))
+        now, made = replace(now, layout=decided.layout, history=decided.history), made + decided.move
+    assert made <= 8
 
 
 def split_speed(tp: int) -> Speed:

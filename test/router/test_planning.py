@@ -21,7 +21,7 @@ SIZES = tuple(TpProfile(tp, (PrefillPoint(1, 0, 5.0),), (DecodePoint(1, 1, 3.0),
 
 
 def planning(admission: Any = None) -> Planning:
-    config: Any = SimpleNamespace(gpus=2, tp_sizes=(1, 2), virtual=True, policy=AdaptPolicy.AUTO)
+    config: Any = SimpleNamespace(gpus=2, tp_sizes=(1, 2), virtual=True, policy=AdaptPolicy.AUTO, gives_roles=False)
     tiers = TierSettings(None, None, KEY, (1, 2), 2, Profile(KEY, SIZES), ())
     bounds = {tp: Bounds(16 * tp, 2048, 64) for tp in (1, 2)}
     return make_planning(config, POOL, tiers, admission, bounds, lambda plan, seconds: None)

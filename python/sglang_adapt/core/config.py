@@ -52,6 +52,7 @@ class AdaptConfig:
             memory can be measured.
         policy: who decides on the layout.
         interval_s: of the planner.
+        gives_roles: the planner may give engines roles.
         sp_tokens: by TP size, tokens of a batch from which it runs sequence-parallel; a size that is not named runs
             all batches tensor-parallel.
         ablation: which mechanisms are switched off for a measurement.
@@ -73,6 +74,7 @@ class AdaptConfig:
     start_in_turn: bool
     policy: AdaptPolicy = AdaptPolicy.MANUAL
     interval_s: float = 1.0
+    gives_roles: bool = False
     sp_tokens: Mapping[int, int] = field(default_factory=dict)
     ablation: Ablation = NOTHING_OFF
 

@@ -124,7 +124,8 @@ class Layout:
         if not self.roles:
             return ",".join([engine.name for engine in self.engines])
         return ",".join(
-            engine.name if role is Role.MIXED else f"{engine.name}:{role}" for engine, role in self.role_of.items()
+            engine.name if role is Role.MIXED else f"{engine.name}:{role}"
+            for engine, role in zip(self.engines, self.roles, strict=True)
         )
 
     @property

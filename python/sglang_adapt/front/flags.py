@@ -64,6 +64,7 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="how often the planner of --adapt-policy auto looks at the traffic, in seconds (default: 1)",
     )
+    add_roles_flag(group)
     group.add_argument(
         "--adapt-virtual-gpus",
         metavar="N",
@@ -147,6 +148,18 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         "memory plan, written when an engine starts that nothing disturbs (default: %(default)s)",
     )
     add_ablation_flags(parser)
+
+
+def add_roles_flag(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that lets the planner give engines roles."""
+    group.add_argument(
+        "--adapt-roles",
+        choices=["keep", "auto"],
+        default="keep",
+        help="what the planner does with roles of prefill and decode. keep: it gives none, and leaves those that were "
+        "ordered for as long as they carry as much as mixed engines; auto: it gives them where so more requests end "
+        "within their targets (default: %(default)s, because what a hand-over costs on GPUs is not yet measured)",
+    )
 
 
 def add_ablation_flags(parser: argparse.ArgumentParser) -> None:

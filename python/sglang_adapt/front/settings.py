@@ -172,6 +172,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         overheads_file=str(ours.adapt_overheads_file),
         policy=AdaptPolicy(ours.adapt_policy),
         interval_s=ours.adapt_interval,
+        gives_roles=ours.adapt_roles == "auto",
         sp_tokens=tiers.sp_tokens,
         ablation=ablation,
         start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,

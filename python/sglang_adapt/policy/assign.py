@@ -8,9 +8,9 @@ numbers of engines into a layout of aligned groups that leaves running engines w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from sglang_adapt.core.layout import EngineSpec, Layout
+from sglang_adapt.core.layout import EngineSpec, Layout, Role
 from sglang_adapt.policy.worth import Counts, Row
 
 FILLED = 0.8
@@ -143,17 +143,34 @@ def promises(
     return {engine: frozenset(own) | rest for engine, own in tiers.items()}
 
 
-def tiers_of(layout: Layout, rows: Sequence[Row]) -> dict[str, tuple[str, ...]]:
+Can = Callable[[Row, int, Role], bool]
+"""Can an engine of a TP size keep, in a role, what of a tier's targets is its part?"""
+
+
+def _as_mixed(row: Row, tp: int, role: Role) -> bool:
+    return tp in row.sizes
+
+
+def tiers_of(layout: Layout, rows: Sequence[Row], can: Can = _as_mixed) -> dict[str, tuple[str, ...]]:
     """The tiers that each engine is there for, by name of the engine.
 
-    Each tier has all engines on which its targets can be met, or, if there are none, all. That a strict tier finds its
-    share of them free is admission's business (`reserve.guards`): engines of its own would be too few or too many as
-    soon as the load is another one than was planned for. An engine on which no tier meets its targets is there for all.
+    Each tier has all engines on which its targets can be met, in their roles, or, if there are none, all: of those that
+    read and of those that decode, each for itself. That a strict tier finds its share of them free is admission's
+    business (`reserve.guards`): engines of its own would be too few or too many as soon as the load is another one than
+    was planned for. An engine on which no tier meets its targets is there for all.
     """
-    somewhere = {row.tier: {engine.tp for engine in layout.engines} & set(row.sizes) for row in rows}
+    roles = layout.roles or (Role.MIXED,) * len(layout.engines)
+    kind_of = [(engine.tp, role) for engine, role in zip(layout.engines, roles, strict=True)]
+    kinds = set(kind_of)
+    able = {kind: {row.tier for row in rows if can(row, *kind)} for kind in kinds}
+    # What only reads is no help to a tier that nothing decodes, nor the other way round.
+    somewhere = {role: {tier for (_, own), tiers in able.items() if own is role for tier in tiers} for role in Role}
     every = tuple(row.tier for row in rows)
-    of_size = {
-        tp: tuple(row.tier for row in rows if not somewhere[row.tier] or tp in somewhere[row.tier]) or every
-        for tp in {engine.tp for engine in layout.engines}
-    }
-    return {engine.name: of_size[engine.tp] for engine in layout.engines}
+
+    def served(tier: str, tp: int, role: Role) -> bool:
+        apart = tier in somewhere[Role.PREFILL] & somewhere[Role.DECODE]
+        nowhere = not apart and tier not in somewhere[Role.MIXED]
+        return nowhere or (tier in able[tp, role] and (role is Role.MIXED or apart))
+
+    of_kind = {kind: tuple(tier for tier in every if served(tier, *kind)) or every for kind in kinds}
+    return {engine.name: of_kind[kind] for engine, kind in zip(layout.engines, kind_of, strict=True)}

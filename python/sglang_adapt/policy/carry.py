@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sglang_adapt.core.layout import Role
+
 
 class Strategy(StrEnum):
     """How the requests of engines that leave the layout are treated.
@@ -64,6 +66,7 @@ class Room:
         page: tokens of a block at its TP size.
         requests, tokens: what it has to do already.
         request_tokens: of the longest request that it holds.
+        role: what it does in the layout that is entered.
     """
 
     engine: str
@@ -73,6 +76,7 @@ class Room:
     requests: int = 0
     tokens: int = 0
     request_tokens: int = sys.maxsize
+    role: Role = Role.MIXED
 
     def taking(self, blocks: int, length: int) -> Room:
         """The room that is left when a request of `length` tokens has come, with so many blocks."""
@@ -85,6 +89,7 @@ class Room:
             self.requests + 1,
             self.tokens + length,
             self.request_tokens,
+            self.role,
         )
 
 
@@ -157,10 +162,16 @@ def _blocks(mover: Mover, room: Room) -> int:
 
 
 def _best(rooms: Iterable[Room], mover: Mover, *, with_kv: bool) -> Room | None:
-    """The engine for a request: on its own GPUs if possible, then the one with the least to do."""
+    """The engine for a request: one in whose role it is, then on its own GPUs if possible, then the one with the least
+    to do. What decodes where prompts are read holds them up for as long as it runs."""
+    wrong = Role.PREFILL if with_kv else Role.DECODE
     holding = [room for room in rooms if mover.most_tokens <= room.request_tokens]
     fitting = [room for room in holding if not with_kv or _blocks(mover, room) <= room.free_blocks]
-    return min(fitting, key=lambda room: (not set(room.gpus) & set(mover.gpus), room.tokens, room.engine), default=None)
+    return min(
+        fitting,
+        key=lambda room: (room.role is wrong, not set(room.gpus) & set(mover.gpus), room.tokens, room.engine),
+        default=None,
+    )
 
 
 def _too_long(mover: Mover, rooms: Iterable[Room]) -> str:

@@ -7,6 +7,7 @@ that could not be made. The clock and the switches are the caller's.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from sglang_adapt.core.layout import Layout
@@ -14,6 +15,7 @@ from sglang_adapt.policy.demand import Demand, Terms, Unfinished, Window, demand
 from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.planner import CALM, History, Plan, Situation
 from sglang_adapt.policy.price import Price, Running
+from sglang_adapt.policy.stages import HANDOVER_MS
 
 WINDOWS = 5
 """Windows by which a rate is judged."""
@@ -21,6 +23,11 @@ CALM_S = 3.0
 """A layout that only answers sooner is wanted for this time before it is gone over to, or for `CALM` windows."""
 REST_WINDOWS = 5
 """After a switch that was refused the planner waits so many windows."""
+
+
+_LEARN_HANDOVER = 0.05
+"""By so much of the difference, in the logarithm, one hand-over changes what they are believed to take."""
+_MOST_HANDOVER_MS = 1000.0
 
 
 class Pilot:
@@ -31,8 +38,11 @@ class Pilot:
         interval_s: of a window.
     """
 
-    def __init__(self, price: Price, interval_s: float) -> None:
+    def __init__(self, price: Price, interval_s: float, *, gives_roles: bool) -> None:
         self._price = price
+        self._gives_roles = gives_roles
+        self._handover_ms = HANDOVER_MS
+        self._unfinished: deque[int] = deque(maxlen=WINDOWS)
         self._interval_s = interval_s
         self._history = History()
         self._demands: dict[str, Demand] = {}
@@ -67,6 +77,9 @@ class Pilot:
             history=self._history,
             asked=self._asked,
             calm=min(CALM, max(1, math.ceil(CALM_S / self._interval_s))),
+            handover_ms=self._handover_ms,
+            gives_roles=self._gives_roles,
+            steady=self._is_steady(sum(demand.unfinished.requests for demand in asked)),
         )
 
     def may_follow(self, decided: Plan, *, in_turn: bool = True) -> bool:
@@ -77,10 +90,18 @@ class Pilot:
         """
         if in_turn:
             self._history = decided.history
+            self._unfinished.append(sum(row.demand.unfinished.requests for row in decided.rows))
         if self._rest:
             self._rest -= in_turn
             return False
         return decided.move
+
+    def _is_steady(self, unfinished: int) -> bool:
+        """Do about as many requests end as arrive? Else of long answers none has ended yet, and all look short."""
+        if len(self._unfinished) < WINDOWS:
+            return False
+        before = self._unfinished[0]
+        return unfinished <= before + max(0.1 * before, 1.5 * math.sqrt(before), 3.0)
 
     def rest(self) -> None:
         """A switch could not be made: none for `REST_WINDOWS`."""
@@ -89,3 +110,8 @@ class Pilot:
     def learn(self, pause_ms: float, kv_bytes: float) -> None:
         """A switch was made, which copied `kv_bytes` and paused requests for `pause_ms`."""
         self._price = self._price.learned(pause_ms, kv_bytes)
+
+    def learn_handover(self, took_ms: float) -> None:
+        """A request went from an engine that had read it to one that decodes."""
+        took_ms = min(max(took_ms, 0.1), _MOST_HANDOVER_MS)
+        self._handover_ms *= (took_ms / self._handover_ms) ** _LEARN_HANDOVER

@@ -1,12 +1,13 @@
 """Which layout should serve next, and is it worth the switch? A pure decision over frozen data.
 
-The layouts that are compared: the one that serves, each TP size on all GPUs, one wide engine beside narrow ones, and
-what the weighted greedy of `assign` gives the tiers. The best of them by `worth` wins, under three conditions that go
-before any gain, in this order: a tier that has waited `STARVED` windows for an engine that meets its targets gets one;
-the longest request that is there, or was within the last `LINGER` windows, has an engine that holds it; as many tiers
-as possible have an engine that meets their targets. So a tier with requests is without such an engine for at most
-`STARVED` windows and one for each tier, if any layout has one for it. One thing goes before all of them: a request that
-an engine has is never planned onto one that does not hold it.
+The layouts that are compared: the one that serves, each TP size on all GPUs, one wide engine beside narrow ones, what
+the weighted greedy of `assign` gives the tiers, and, where chance takes something of what the best of these carries,
+engines that read prompts beside engines that decode (`division`). The best of them by `worth` wins, under three
+conditions that go before any gain, in this order: a tier that has waited `STARVED` windows for an engine that meets its
+targets gets one; the longest request that is there, or was within the last `LINGER` windows, has an engine that holds
+it; as many tiers as possible have an engine that meets their targets. So a tier with requests is without such an engine
+for at most `STARVED` windows and one for each tier, if any layout has one for it. One thing goes before all of them: a
+request that an engine has is never planned onto one that does not hold it.
 
 Beside the papers (Nitsum, 3.3.1; Flying Serving, 2.3): a switch has a price. It is made when its gain over the next
 windows, or over those in which it has been missed, is above what it costs now, and above a margin, and, unless load is
@@ -16,18 +17,19 @@ left behind, when it has been wanted for `CALM` windows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from sglang_adapt.core.layout import Layout, Role
+from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.assign import composed, count, greedy, place, tiers_of, with_one
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Demand
+from sglang_adapt.policy.division import Divider, Division, division_of, divisions_to_try, with_roles
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.pausing import strategy_for
 from sglang_adapt.policy.price import Bill, Price, Running, bill
-from sglang_adapt.policy.split import Split, roles_rps, split, together
+from sglang_adapt.policy.stages import HANDOVER_MS
 from sglang_adapt.policy.worth import QUICK, Appraiser, Counts, Row, Worth
 
 STARVED = 5
@@ -95,6 +97,9 @@ class Situation:
         history: of the plan before.
         asked: somebody has asked for something since the start; before that no layout is known to be better.
         calm: windows in a row that a layout has to be wanted if the one that serves carries the load as well.
+        handover_ms: that a request takes from an engine that has read it to one that decodes.
+        steady: about as many requests end as arrive, so that lengths of outputs are known; else no roles are given.
+        gives_roles: engines may be given roles; else they keep those that they have for as long as these carry as much.
     """
 
     demands: tuple[Demand, ...]
@@ -109,19 +114,51 @@ class Situation:
     history: History = History()
     asked: bool = True
     calm: int = CALM
+    handover_ms: float = HANDOVER_MS
+    steady: bool = True
+    gives_roles: bool = True
 
 
 @dataclass(frozen=True)
 class Option:
-    """A layout that was compared: engines by TP size, and what they are worth; `roles`: in those that they have now."""
+    """A layout that was compared.
+
+    Attributes:
+        counts: engines by TP size.
+        worth: what they are worth.
+        division: what they do, if not all are mixed.
+        ends_rps: requests that end within their targets, with what chance takes of them; None if it was not reckoned.
+    """
 
     counts: Counts
     worth: Worth
-    roles: bool = False
+    division: Division | None = None
+    ends_rps: float | None = None
+
+    @property
+    def engines(self) -> Division:
+        return Division(self.counts) if self.division is None else self.division
 
     def __str__(self) -> str:
-        text = " + ".join(f"{number} x TP {tp}" for tp, number in sorted(self.counts.items(), reverse=True))
-        return f"{text} in roles" if self.roles else text
+        return str(self.engines)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The best of the divisions that were compared, against the best of layouts with mixed engines.
+
+    Attributes:
+        engines: of the division; empty if none was compared.
+        roles_rps, mixed_rps: requests that end within their targets, with what chance takes of them.
+        chosen: the division is the best of all.
+        reason: in words.
+    """
+
+    engines: str
+    roles_rps: float
+    mixed_rps: float
+    chosen: bool
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -140,9 +177,9 @@ class Plan:
         rows: the table of estimates.
         options: all that was compared, the best first.
         bill: of a switch to `wanted`.
-        split: whether roles of prefill and decode would carry more than the best layout's engines as mixed ones; only
-            for several engines of one TP size and one tier that is asked for.
         history: for the next plan.
+        roles: whether engines in roles would carry more than mixed ones, and why; None if nobody asks for anything, or
+            if engines have no roles and are not to be given any.
     """
 
     layout: Layout
@@ -157,7 +194,7 @@ class Plan:
     options: tuple[Option, ...]
     bill: Bill
     history: History
-    split: Split | None = None
+    roles: Roles | None = None
 
 
 def plan(now: Situation) -> Plan:
@@ -165,10 +202,11 @@ def plan(now: Situation) -> Plan:
     speeds = {speed.tp: speed for speed in now.speeds}
     rows = _rows(now)
     appraiser = Appraiser(rows, speeds)
-    current = count(now.layout)
+    divider = Divider(rows, speeds, appraiser, now.handover_ms)
+    current, held = count(now.layout), division_of(now.layout)
     own = greedy(rows, tuple(speeds), now.gpus)
     waited = {
-        row.tier: now.history.waited.get(row.tier, 0) + 1 for row in rows if row.sizes and not _meets(row, current)
+        row.tier: now.history.waited.get(row.tier, 0) + 1 for row in rows if row.sizes and not divider.meets(row, held)
     }
     overdue = max(
         (row for row in rows if waited.get(row.tier, 0) >= STARVED),
@@ -177,18 +215,26 @@ def plan(now: Situation) -> Plan:
     )
 
     longest, since = _longest(now)
-    reads = _reading(now.layout)
-
-    def holds_most(counts: Counts) -> int:
-        # The planner's own layouts have no roles.
-        return _holds(reads if counts == current else counts, speeds)
-
     # An engine that was bound for what has ended is kept for a while, but none is bound for it.
-    kept = longest if holds_most(current) >= longest else now.longest_tokens
+    kept = longest if _holds(held.prompts, speeds) >= longest else now.longest_tokens
 
-    def musts(counts: Counts) -> tuple[bool, bool, int]:
-        holds = holds_most(counts) >= kept
-        return overdue is None or _meets(overdue, counts), holds, sum(_meets(row, counts) for row in rows)
+    met: dict[tuple[int, ...], int] = {}
+
+    def musts(option: Option) -> tuple[bool, bool, int]:
+        engines = option.engines
+        if option.division is None:
+            sizes = tuple(option.counts)
+            if sizes not in met:
+                met[sizes] = sum(divider.meets(row, engines) for row in rows)
+            number = met[sizes]
+        else:
+            number = sum(divider.meets(row, engines) for row in rows)
+        holds = _holds(option.counts if option.division is None else engines.prompts, speeds) >= kept
+        return (
+            overdue is None or divider.meets(overdue, engines),
+            holds,
+            number,
+        )
 
     # What runs and is too long for any engine of a layout cannot go over to it.
     runs = max((one.longest_tokens for one in now.running.values()), default=0)
@@ -197,25 +243,27 @@ def plan(now: Situation) -> Plan:
         for counts in _candidates(current, own, now)
         if counts == current or _holds(counts, speeds) >= runs
     ]
-    if now.layout.roles:
-        options.insert(0, _in_roles(now, rows, speeds, options[0]))
     # Of equal ones the first, which is the one that serves.
-    options.sort(key=lambda option: (*musts(option.counts), round(option.worth.value, 9)), reverse=True)
-    held = bool(now.layout.roles)
+    options.sort(key=lambda option: (*musts(option), round(option.worth.value, 9)), reverse=True)
+    roles = None
+    if (now.gives_roles or held.has_roles) and any(row.demand.is_there for row in rows):
+        options, roles = _with_roles(options, held, now, rows, divider, max(runs, kept), musts)
     best = options[0]
-    serving = next(option for option in options if option.counts == current and option.roles is held)
-    better = musts(best.counts) > musts(current)
+    serving = next(option for option in options if option.engines == held)
+    better = musts(best) > musts(serving)
     behind = _left_behind(rows, serving)
     wanted, margin = now.layout, BEHIND if behind else MARGIN
     if best is not serving and (better or best.worth.value > (1 + margin) * serving.worth.value):
         busy = {name: one.kv_bytes for name, one in now.running.items()}
         bound = [name for name, one in now.running.items() if one.longest_tokens]
-        # Engines that are the best as they are, but without their roles, stay.
+        # Engines that are the best as they are, but in other roles, stay.
         wanted = (
             Layout(now.layout.engines)
             if best.counts == current
             else place(best.counts, now.gpus, now.layout, busy, bound)
         )
+        if best.division is not None:
+            wanted = with_roles(wanted, best.division, now.layout, busy)
     stuck = _too_long(now, wanted, speeds) if now.asked else "no requests yet: the layout stays as it is"
     if stuck is not None:
         wanted = now.layout
@@ -229,23 +277,25 @@ def plan(now: Situation) -> Plan:
         stuck or f"{serving} is the best that is known, or nearly",
     )
     if wanted != now.layout:
-        trigger, why, row = _why(rows, best, serving, now, speeds)
+        trigger, why, row = _why(rows, best, serving, now, speeds, divider)
         if row is not None:
             strategy = strategy_for(row, now.layout, wanted, now.running, speeds, now.horizon_s)
         lost = _lost(rows, cost)
         # What runs makes the price, so who waits for a cheap moment may wait as long as the load lasts.
         counts_s = max(now.horizon_s, windows * now.window_s)
+        # Roles are not given for a burst.
+        divides = best.division is not None and not held.has_roles
         gain = (best.worth.value - serving.worth.value) * counts_s
         if not better and gain <= lost:
             reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {counts_s:g} s"
-        elif not better and not behind and windows < now.calm:
+        elif not better and (not behind or divides) and windows < now.calm:
             reason = f"{why}; for {windows} of {now.calm} windows"
         else:
             move, reason = True, why
     served = wanted if move else now.layout
     history = History(waited, named, windows, longest, since)
-    tiers = tiers_of(wanted, rows)
-    of_served = tiers if served == wanted else tiers_of(served, rows)
+    tiers = tiers_of(wanted, rows, divider.can)
+    of_served = tiers if served == wanted else tiers_of(served, rows, divider.can)
     return Plan(
         served,
         move,
@@ -259,33 +309,80 @@ def plan(now: Situation) -> Plan:
         tuple(options),
         cost,
         history,
-        _split(best, rows, speeds),
+        roles,
     )
 
 
-def _in_roles(now: Situation, rows: Sequence[Row], speeds: Mapping[int, Speed], mixed: Option) -> Option:
-    """The layout that serves in its roles: what it does as mixed engines, by how much more or less it carries."""
-    offered = sum(row.offered_rps for row in rows)
-    carried = sum(mixed.worth.carried_rps.values())
-    most = roles_rps(together([row.demand for row in rows]), now.layout.role_of, speeds)
-    # If mixed engines carry nothing, those in roles are worth what they carry.
-    share = min(offered, most) / carried if carried > 0 else 0.0
-    value = mixed.worth.value * share if carried > 0 else min(offered, most)
-    parts = {
-        row.tier: mixed.worth.carried_rps[row.tier] * share
-        if carried > 0
-        else min(offered, most) * row.offered_rps / max(offered, 1e-9)
-        for row in rows
-    }
-    return Option(mixed.counts, Worth(value, parts, mixed.worth.time_ms), roles=True)
+def _with_roles(
+    options: list[Option],
+    held: Division,
+    now: Situation,
+    rows: Sequence[Row],
+    divider: Divider,
+    holds_tokens: int,
+    musts: Callable[[Option], tuple[bool, bool, int]],
+) -> tuple[list[Option], Roles]:
+    """Layouts with roles among those that were compared, and what is to be said of them.
 
+    Mixed engines are the rule: divisions are tried where chance takes more than `BEHIND` of what is asked for from the
+    best of them, or where they meet not all targets. Then what a division is worth is told by the value of the best
+    mixed layout, so that it is more if, and only if, it is with chance.
 
-def _split(best: Option, rows: Sequence[Row], speeds: Mapping[int, Speed]) -> Split | None:
-    """For a layout of engines of one size and requests of one tier; else roles are not thought of."""
-    sizes = [tp for tp, number in best.counts.items() if number]
-    if len(sizes) != 1 or len(rows) != 1 or best.counts[sizes[0]] < 2:
-        return None
-    return split(rows[0].demand, speeds[sizes[0]], best.counts[sizes[0]])
+    Args:
+        options: layouts with mixed engines, the best first.
+        held: what the engines of the layout that serves do.
+        holds_tokens: that an engine which reads has to hold.
+        musts: what goes before any value.
+    """
+    mixed = options[0]
+    counted = divider.worth(mixed.engines)
+    ends = sum(counted.carried_rps.values())
+    options[0] = mixed = replace(mixed, ends_rps=ends)
+    load = sum(row.offered_rps for row in rows)
+    short = ends < (1 - BEHIND) * load or musts(mixed)[2] < sum(bool(row.sizes) for row in rows)
+    known = now.steady or held.has_roles
+    divisions = (
+        []
+        if not short or not known or not now.gives_roles
+        else list(divisions_to_try(divider, now.gpus, holds_tokens, rows))
+    )
+    if held.has_roles and held not in divisions:
+        divisions.insert(0, held)
+    if not divisions:
+        why = "no division into roles meets the targets"
+        if not short:
+            why = f"{mixed} ends nearly all of it"
+        elif not known:
+            why = "fewer requests end than arrive, so it is not known how long answers are"
+        return options, Roles("", 0.0, ends, False, f"load {load:.3g} req/s: {why}")
+    found = []
+    for division in divisions:
+        worth = divider.worth(division)
+        # If mixed engines end nothing, a division is worth what it ends.
+        scale = mixed.worth.value / counted.value if counted.value > 0 else 1.0
+        found.append(
+            Option(
+                division.counts,
+                replace(worth, value=worth.value * scale),
+                division,
+                sum(worth.carried_rps.values()),
+            )
+        )
+    if not held.has_roles:
+        # The one that serves is told by the same measure.
+        at = next(at for at, option in enumerate(options) if option.engines == held)
+        if at:
+            ends_now = sum(divider.worth(held).carried_rps.values())
+            options[at] = replace(options[at], ends_rps=ends_now)
+    best = max(found, key=lambda option: (*musts(option), round(option.worth.value, 9)))
+    # Of equal ones the layout that serves is first, and then one with mixed engines.
+    first = [option for option in found if option.division == held]
+    both = first + options + [option for option in found if option.division != held]
+    both.sort(key=lambda option: (*musts(option), round(option.worth.value, 9)), reverse=True)
+    chosen = both[0].division is not None
+    assert best.ends_rps is not None
+    told = f"load {load:.3g} req/s: {best} ends {best.ends_rps:.3g} of it within the targets, {mixed} {ends:.3g}"
+    return both, Roles(str(best), best.ends_rps, ends, chosen, told)
 
 
 def _longest(now: Situation) -> tuple[int, int]:
@@ -301,13 +398,6 @@ def _longest(now: Situation) -> tuple[int, int]:
 def _holds(counts: Counts, speeds: Mapping[int, Speed]) -> int:
     """Tokens of the longest request that a layout holds."""
     return max((speeds[tp].request_tokens for tp, number in counts.items() if number), default=0)
-
-
-def _reading(layout: Layout) -> Counter[int]:
-    """Engines of a layout that read prompts, by TP size: a request has to fit into one of them."""
-    if not layout.roles:
-        return count(layout)
-    return Counter(spec.tp for spec, role in layout.role_of.items() if role is not Role.DECODE)
 
 
 def _too_long(now: Situation, wanted: Layout, speeds: Mapping[int, Speed]) -> str | None:
@@ -336,11 +426,6 @@ def _rows(now: Situation) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _meets(row: Row, counts: Counts) -> bool:
-    """Is there an engine on which the tier's targets can be met?"""
-    return any(row.estimates[tp].capacity_rps > 0 for tp, number in counts.items() if number)
-
-
 def _candidates(current: Counter[int], own: Mapping[str, Counter[int]], now: Situation) -> Iterator[Counter[int]]:
     """The layouts that are compared, each once, the one that serves first."""
     sizes = [speed.tp for speed in now.speeds]
@@ -356,6 +441,9 @@ def _candidates(current: Counter[int], own: Mapping[str, Counter[int]], now: Sit
 
 
 def _left_behind(rows: Sequence[Row], option: Option) -> bool:
+    """Is there load that a layout does not carry? Of one in roles that is known only with what chance takes of any."""
+    if option.division is not None:
+        return False
     return any(row.sizes and option.worth.carried_rps[row.tier] < (1 - BEHIND) * row.offered_rps for row in rows)
 
 
@@ -375,16 +463,21 @@ def _lost(rows: Sequence[Row], cost: Bill) -> float:
 
 
 def _why(
-    rows: Sequence[Row], best: Option, serving: Option, now: Situation, speeds: Mapping[int, Speed]
+    rows: Sequence[Row],
+    best: Option,
+    serving: Option,
+    now: Situation,
+    speeds: Mapping[int, Speed],
+    divider: Divider,
 ) -> tuple[Trigger, str, Row | None]:
     """The trigger of a change, its reason in words, and, if it is for a tier, which."""
-    holds = _holds(_reading(now.layout), speeds)
+    holds = _holds(serving.engines.prompts, speeds)
     idle = not any(row.demand.is_there for row in rows)
     if now.longest_tokens > holds:
         why = f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"
         return Trigger.LONG_CONTEXT, why, None
     for row in rows:
-        if not _meets(row, serving.counts) and _meets(row, best.counts):
+        if not divider.meets(row, serving.engines) and divider.meets(row, best.engines):
             terms = row.demand.terms
             named, whose = f"tier {terms.tier}", ""
             if terms.ttft_ms is not None and terms.tpot_ms is not None:
@@ -396,6 +489,10 @@ def _why(
         times = [_duration(_mean_ms(option, rows)) for option in (serving, best)]
         return Trigger.LOAD, f"no requests now; the next one takes {times[0]} on {serving}, {times[1]} on {best}", None
     load = sum(row.offered_rps for row in rows)
+    apart = serving.division is not None or best.division is not None
+    if apart and min(serving.ends_rps or 0.0, best.ends_rps or 0.0) < (1 - BEHIND) * load:
+        told = [f"{option} ends {option.ends_rps or 0.0:.3g} of it within the targets" for option in (serving, best)]
+        return Trigger.LOAD, f"load {load:.3g} req/s: {told[0]}, {told[1]}", None
     told = [_carries(option, rows, load) for option in (serving, best)]
     return Trigger.LOAD, f"load {load:.3g} req/s: {told[0]}, {told[1]}", None
 

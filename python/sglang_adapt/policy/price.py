@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sglang_adapt.core.layout import Layout
@@ -74,9 +74,11 @@ class Bill:
 
 
 def bill(price: Price, before: Layout, after: Layout, running: Mapping[str, Running]) -> Bill:
-    """For the engines that are in `before` only."""
+    """For the engines that are in `before` only; if there are none, as where only roles change, nothing is paused."""
     staying = set(after.engines)
-    leaving: Iterable[str] = (engine.name for engine in before.engines if engine not in staying)
+    leaving = [engine.name for engine in before.engines if engine not in staying]
+    if not leaving:
+        return Bill(0, 0.0, 0.0)
     moved = [running.get(name, Running()) for name in leaving]
     kv_bytes = sum(one.kv_bytes for one in moved)
     return Bill(sum(one.requests for one in moved), kv_bytes, price.pause_ms(kv_bytes))

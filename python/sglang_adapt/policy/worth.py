@@ -91,17 +91,15 @@ class Appraiser:
     _blends: dict[tuple[str, int, int, int], Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._order = sorted(
-            self.rows, key=lambda row: (len(row.sizes), row.demand.terms.tpot_ms or math.inf, row.tier)
-        )
+        self.order = sorted(self.rows, key=lambda row: (len(row.sizes), row.demand.terms.tpot_ms or math.inf, row.tier))
 
     def worth(self, counts: Counts) -> Worth:
         """Value a layout."""
         free = {tp: float(count) for tp, count in counts.items() if count}
         given: list[tuple[Row, list[tuple[int, Estimate, float]]]] = []
-        for row in self._order:
+        for row in self.order:
             room = [
-                (tp, one, left * one.capacity_rps) for tp, left in free.items() if (one := self._on(row, tp, counts))
+                (tp, one, left * one.capacity_rps) for tp, left in free.items() if (one := self.on(row, tp, counts))
             ]
             total = sum(rate for _, _, rate in room)
             filled = min(1.0, row.offered_rps / total) if total > 0 else 0.0
@@ -119,7 +117,7 @@ class Appraiser:
                 value += row.weight * rate * (1 + QUICK * min(1.0, row.alone_ms / times[row.tier]))
         return Worth(value, carried, times)
 
-    def _on(self, row: Row, tp: int, counts: Counts) -> Estimate:
+    def on(self, row: Row, tp: int, counts: Counts) -> Estimate:
         """A tier's estimate where a tighter one is: as in admission, it leaves room for that one on a part of the
         engines (`reserve.guards`). Its first tokens may come as late as its own target says."""
         alone = row.estimates[tp]
@@ -143,19 +141,19 @@ class Appraiser:
         """A tier's estimate on an engine that leaves room for a tighter one, and what is asked for there by weight:
         what is looser than the tightest, and all; None if no tier there is tighter."""
         own, alone = row.demand.terms, row.estimates[tp]
-        there = [other for other in self._order if other.estimates[tp].capacity_rps > 0]
-        tightest = min((_tpot_ms(other) for other in there), default=math.inf)
-        if tightest >= _tpot_ms(row):
+        there = [other for other in self.order if other.estimates[tp].capacity_rps > 0]
+        tightest = min((tpot_ms_of(other) for other in there), default=math.inf)
+        if tightest >= tpot_ms_of(row):
             return None
         speed = self.speeds[tp]
-        most = min(guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY, _tpot_ms(row))
+        most = min(guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY, tpot_ms_of(row))
         guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if math.isfinite(most) else alone
         asked = sum(other.weight * other.offered_rps for other in there)
-        looser = sum(other.weight * other.offered_rps for other in there if _tpot_ms(other) > tightest)
+        looser = sum(other.weight * other.offered_rps for other in there if tpot_ms_of(other) > tightest)
         return guarded, looser, asked
 
 
-def _tpot_ms(row: Row) -> float:
+def tpot_ms_of(row: Row) -> float:
     """A tier's target; infinite without one."""
     tpot_ms = row.demand.terms.tpot_ms
     return math.inf if tpot_ms is None else tpot_ms

@@ -15,8 +15,8 @@ def explain(plan: Plan) -> dict[str, Any]:
     Returns:
         `layout`, `move`, `wanted`, `trigger`, `strategy`, `reason` of the plan; `tiers`: by engine of `wanted`, what it
         is there for; `estimates`: a row for each tier and TP size; `options`: the layouts that were compared, the best
-        first; `price`: of a switch to `wanted`; `roles`: whether prefill and decode apart would carry more, and why;
-        `waited`: windows, by tier.
+        first; `price`: of a switch to `wanted`; `roles`: the best engines in roles against the best mixed
+        ones; `waited`: windows, by tier.
     """
     return {
         "layout": str(plan.layout),
@@ -32,6 +32,7 @@ def explain(plan: Plan) -> dict[str, Any]:
             {
                 "engines": str(option),
                 "value": _round(option.worth.value),
+                "ends_rps": None if option.ends_rps is None else _round(option.ends_rps),
                 "carried_rps": {tier: _round(rate) for tier, rate in option.worth.carried_rps.items()},
                 "request_ms": {tier: _round(ms) for tier, ms in option.worth.time_ms.items()},
             }
@@ -43,13 +44,13 @@ def explain(plan: Plan) -> dict[str, Any]:
             "pause_ms": _round(plan.bill.pause_ms),
         },
         "roles": None
-        if plan.split is None
+        if plan.roles is None
         else {
-            "prefill": plan.split.prefill,
-            "decode": plan.split.decode,
-            "split_rps": _round(plan.split.split_rps),
-            "mixed_rps": _round(plan.split.mixed_rps),
-            "reason": plan.split.reason,
+            "engines": plan.roles.engines or None,
+            "roles_rps": _round(plan.roles.roles_rps),
+            "mixed_rps": _round(plan.roles.mixed_rps),
+            "chosen": plan.roles.chosen,
+            "reason": plan.roles.reason,
         },
         "waited": dict(plan.history.waited),
     }

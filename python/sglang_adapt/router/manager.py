@@ -54,6 +54,7 @@ class Planning:
         speeds: of the engines now, by TP size, ascending.
         token_bytes: of the KV of one token, over all ranks.
         price: of a switch, before any has been made.
+        gives_roles: engines may be given roles.
         planned: told each plan and the seconds that it took.
         assign: told which tiers are promised their targets on which engines, by name; an engine that is not named takes
             all.
@@ -64,6 +65,7 @@ class Planning:
     speeds: Callable[[], tuple[Speed, ...]]
     token_bytes: int
     price: Price
+    gives_roles: bool = False
     planned: Callable[[Plan, float], None] = lambda plan, seconds: None
     assign: Callable[[Mapping[str, frozenset[str]]], None] = lambda tiers_of: None
 
@@ -99,7 +101,7 @@ class Manager:
         self._traffic = traffic
         self._by_planner = policy is AdaptPolicy.AUTO
         self._hurry = asyncio.Event()
-        self._pilot = None if planning is None else Pilot(planning.price, interval_s)
+        self._pilot = None if planning is None else Pilot(planning.price, interval_s, gives_roles=planning.gives_roles)
         self._paused_windows = 0
         self._plan: Plan | None = None
         self._trigger: Trigger | None = None
@@ -255,6 +257,11 @@ class Manager:
         # A change of roles alone pauses nobody, and says nothing about what a switch costs.
         if self._pilot is not None and switch.leaving and outcome in (Outcome.SWITCHED, Outcome.IMPAIRED):
             self._pilot.learn(switch.pause_ms, switch.kv_bytes)
+
+    def handed_over(self, seconds: float) -> None:
+        """A request went from an engine that had read it to one that decodes, in so long a time."""
+        if self._pilot is not None:
+            self._pilot.learn_handover(1e3 * seconds)
 
     # What is told.
 

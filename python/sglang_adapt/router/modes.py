@@ -234,7 +234,10 @@ class Modes:
             if engine.state is EngineState.READY and engine.in_flight
         }
         if sources:
-            await precopy.run(switch, sources, self._placing.room, self._placing.ahead)
+            role_of = switch.after.role_of
+            await precopy.run(
+                switch, sources, lambda spec: self._placing.room(spec, role_of[spec]), self._placing.ahead
+            )
         for spec in switch.entering:
             if not self._up.is_up(spec):
                 raise SwitchRefusedError(f"engine {spec} has died since the switch began")

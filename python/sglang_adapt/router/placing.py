@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_adapt.core.handoff import CarriedRequest
-from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.layout import EngineSpec, Role
 from sglang_adapt.policy.carry import Carriage, Costs, Mover, Room, Strategy, carry
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.precopy import Precopy
@@ -52,11 +52,12 @@ class Placing:
         by_rid = {
             request.rid: (request, export) for export in exports for request in export.requests if request.rid in there
         }
+        role_of = switch.after.role_of
         sent = precopy.place(
             [request for request, export in by_rid.values() if self._lives(export)],
-            [self.room(spec) for spec in switch.entering],
+            [self.room(spec, role_of[spec]) for spec in switch.entering],
         )
-        rooms = {spec.name: self.room(spec) for spec in switch.entering}
+        rooms = {spec.name: self.room(spec, role_of[spec]) for spec in switch.entering}
         for rid, ahead in sent.items():
             room, request = rooms[ahead.spec.name], by_rid[rid][0]
             rooms[room.engine] = room.taking(precopy.needs(request, ahead, room), request.length)
@@ -98,8 +99,8 @@ class Placing:
         switch.requests["waiting"] += 1
         return Arrival(request)
 
-    def room(self, spec: EngineSpec) -> Room:
-        """What an engine can take up now."""
+    def room(self, spec: EngineSpec, role: Role = Role.MIXED) -> Room:
+        """What an engine can take up now, which has this role in the layout that is entered."""
         engine = self._router.engines[spec.name]
         return Room(
             spec.name,
@@ -109,4 +110,5 @@ class Placing:
             len(engine.in_flight),
             sum(engine.in_flight.values()),
             self._pools.settings.request_tokens[spec.tp],
+            role,
         )

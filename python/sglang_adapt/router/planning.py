@@ -73,6 +73,7 @@ def make_planning(
         speeds=speeds,
         token_bytes=2 * geometry.layers * geometry.kv_heads * geometry.head_dim * geometry.itemsize,
         price=_FIRST_VIRTUAL_PRICE if config.virtual else _FIRST_GPU_PRICE,
+        gives_roles=config.gives_roles,
         planned=planned,
         assign=lambda tiers_of: None if admission is None else admission.assign(tiers_of),
     )

@@ -226,11 +226,18 @@ class _Process:
             ablation=self._config.ablation,
         )
         self._readback = Readback(self._router, self.pools, self.modes, self._specs, self._config.sp_tokens)
+        self.manager = manager = self._make_manager(self.modes)
+        told = self.modes.handovers.told
+        told.took = manager.handed_over
         if self._args.any_server_args.enable_metrics:
             handover = HandoverMetrics(self._args.any_server_args.extra_metric_labels or {})
-            told = self.modes.handovers.told
-            told.count, told.took, told.waits = handover.count, handover.took, handover.waits
-        self.manager = self._make_manager(self.modes)
+            told.count, told.waits = handover.count, handover.waits
+
+            def took(seconds: float) -> None:
+                handover.took(seconds)
+                manager.handed_over(seconds)
+
+            told.took = took
 
     def _make_ways(self) -> None:
         """What follows from what happens to engines, keepers and requests."""

@@ -28,7 +28,7 @@ from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.files import replace_file
 from sglang_adapt.core.layout import Layout, LayoutError, parse_layout
 from sglang_adapt.core.slo_file import SloFileError
-from sglang_adapt.front.flags import ablation_of, add_ablation_flags, sp_threshold
+from sglang_adapt.front.flags import ablation_of, add_ablation_flags, add_roles_flag, sp_threshold
 from sglang_adapt.simulate.check import CheckError, check
 from sglang_adapt.simulate.flags import AUTO, FlagError, layout_of, setting_of
 from sglang_adapt.simulate.hardware import PRICE, HardwareError
@@ -157,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="of a switch with --adapt-ablate-reload-weights (default: %(default)g, a stop and a start on 2 H200)",
     )
+    add_roles_flag(system)
     add_ablation_flags(parser)
     more = parser.add_argument_group("series and checks")
     more.add_argument("--study", choices=tuple(STUDIES), help="a series of runs, see docs/simulation.md")
@@ -205,6 +206,7 @@ def _one(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             interval_s=setting.interval_s if auto else None,
             price=priced(setting.price, ablation, setting.reload_s),
             ablation=ablation,
+            gives_roles=setting.gives_roles,
         )
         found = run(system, setting.arrivals, setting.config, progress)
     result = {"setting": setting.report(), "system": options.system, "layout": options.layout, **found.report()}

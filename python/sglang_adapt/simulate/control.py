@@ -15,6 +15,7 @@ from sglang_adapt.policy.planner import Plan, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.simulate.engine import Request, SimulatedEngine
+from sglang_adapt.simulate.handover import HandingOver
 from sglang_adapt.simulate.hardware import Hardware
 from sglang_adapt.simulate.node import Node
 
@@ -47,6 +48,7 @@ class Control:
         layout: that serves first.
         interval_s: of the planner's windows; None: nobody plans.
         price: that switches really have; the planner begins with that of `hardware` and learns.
+        gives_roles: the planner may give engines roles.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Control:
         layout: Layout,
         interval_s: float | None,
         price: Price | None = None,
+        *,
+        gives_roles: bool = False,
     ) -> None:
         self._node = node
         self._hardware = hardware
@@ -65,19 +69,29 @@ class Control:
         self._terms = tuple(Terms(tier.name, tier.weight, tier.ttft_ms, tier.tpot_ms) for tier in config.tiers)
         self._interval_ms = None if interval_s is None else interval_s * 1e3
         self._price = price or hardware.price
-        self._pilot = Pilot(hardware.price, interval_s or 1.0)
+        self._pilot = Pilot(hardware.price, interval_s or 1.0, gives_roles=gives_roles)
         self.layout = layout
         self.began_with = layout
         self.switches: list[SwitchMade] = []
         self.plans = 0
         self._decided: Plan | None = None
-        node.routing.serve([engine.name for engine, role in layout.role_of.items() if role is not Role.DECODE])
+        self._handing_over = HandingOver(node, hardware, self._pilot.learn_handover)
+        node.handovers = self._handing_over
+        self._enter(layout)
         if self._interval_ms is not None:
             tier_of = {request.rid: request.arrival.tier for request in node.requests}
             self._traffic = Traffic(tier_of.__getitem__, lambda: node.now_ms / 1e3)
             node.accepted.append(lambda request: self._traffic.arrived(request.rid, request.arrival.prompt))
             node.finished.append(self._finished)
             node.at(self._interval_ms, self._plan)
+
+    def _enter(self, layout: Layout) -> None:
+        """A layout serves from now on, in its roles."""
+        self.layout = layout
+        roles = {engine.name: role for engine, role in layout.role_of.items()} if layout.roles else {}
+        self._node.routing.use_roles(roles)
+        self._handing_over.use(layout)
+        self._node.routing.serve([engine.name for engine, role in layout.role_of.items() if role is not Role.DECODE])
 
     def _finished(self, request: Request) -> None:
         if request.refused:
@@ -130,10 +144,22 @@ class Control:
 
     def _begin(self, after: Layout, trigger: str) -> None:
         node, before = self._node, self.layout
+        if before.engines == after.engines:
+            # A change of roles alone stops nobody.
+            self._enter(after)
+            self.switches.append(SwitchMade(node.now_ms / 1e3, before, after, trigger, 0.0, 0, 0))
+            self._reassign()
+            assert self._interval_ms is not None
+            node.at(node.now_ms + self._interval_ms, self._plan)
+            return
+        self._handing_over.rest()
         leaving = [node.engines[engine.name] for engine in before.engines if engine not in after.engines]
-        node.routing.serve([engine.name for engine in before.engines if engine in after.engines])
+        role = after.role_of
+        node.routing.serve(
+            [engine.name for engine in before.engines if role.get(engine, Role.DECODE) is not Role.DECODE]
+        )
         began = node.now_ms
-        stopped = began
+        stopped = max(began, self._handing_over.until_ms)
         for engine in leaving:
             stopped = max(stopped, engine.pause(began))
             node.schedule(engine)
@@ -155,7 +181,8 @@ class Control:
         movers = [
             Mover(one.rid, tuple(engine.spec.gpus), one.read, one.arrival.prompt + one.given) for one, engine in moving
         ]
-        rooms = [self._room(engine) for engine in entering]
+        role_of = after.role_of
+        rooms = [self._room(engine, role_of[engine.spec]) for engine in entering]
         carried = {one.rid: one for one in (carry(movers, rooms, Strategy.AUTO) if movers else ())}
         kv_tokens = sum(request.read for request, _ in moving if carried[request.rid].migrate)
         pause_ms = self._price.pause_ms(kv_tokens * self._hardware.token_bytes)
@@ -164,9 +191,9 @@ class Control:
         arriving = [(one, carried[one.rid].engine, carried[one.rid].migrate) for one, _ in moving]
         node.at(node.now_ms + pause_ms, lambda: self._adopt(made, arriving, kv_tokens))
 
-    def _room(self, engine: SimulatedEngine) -> Room:
+    def _room(self, engine: SimulatedEngine, role: Role) -> Room:
         page = engine.bounds.page_tokens
-        return Room(engine.name, tuple(engine.spec.gpus), engine.free_tokens // page, page)
+        return Room(engine.name, tuple(engine.spec.gpus), engine.free_tokens // page, page, role=role)
 
     def _adopt(self, made: SwitchMade, arriving: list[tuple[Request, str, bool]], kv_tokens: int) -> None:
         node, routing = self._node, self._node.routing
@@ -180,10 +207,9 @@ class Control:
             else:
                 engine.resume(request, node.now_ms)
             node.schedule(engine)
-        self.layout = made.after
+        self._enter(made.after)
         self.switches.append(made)
         self._pilot.learn(made.pause_ms, kv_tokens * self._hardware.token_bytes)
         self._reassign()
-        routing.serve([engine.name for engine in made.after.engines])
         assert self._interval_ms is not None
         node.at(node.now_ms + self._interval_ms, self._plan)

@@ -53,7 +53,16 @@ def setting_of(options: argparse.Namespace) -> Setting:
         )
     if not options.reload >= 0:
         raise FlagError(f"--reload {options.reload:g}: give seconds, 0 or more")
-    return Setting(hardware, options.gpus, tuple(arrivals), config, options.interval, hardware.price, options.reload)
+    return Setting(
+        hardware,
+        options.gpus,
+        tuple(arrivals),
+        config,
+        options.interval,
+        hardware.price,
+        options.reload,
+        options.adapt_roles == "auto",
+    )
 
 
 def _hardware(options: argparse.Namespace) -> Hardware:

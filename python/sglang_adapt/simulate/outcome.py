@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.core.slo import SloConfig, Tier
+from sglang_adapt.policy.division import division_of
 from sglang_adapt.simulate.control import SwitchMade
 from sglang_adapt.simulate.engine import Request
 from sglang_adapt.simulate.node import SimulationError
@@ -108,9 +108,8 @@ def _shown(value: object) -> str:
 
 
 def counted(layout: Layout) -> str:
-    """A layout by numbers of engines: `2 x TP 4 + 8 x TP 1`."""
-    numbers = Counter(engine.tp for engine in layout.engines)
-    return " + ".join(f"{number} x TP {tp}" for tp, number in sorted(numbers.items(), reverse=True))
+    """A layout by numbers of engines and their roles: `2 x TP 4 + 8 x TP 1`, `1 x TP 2 prefill + 2 x TP 1 decode`."""
+    return str(division_of(layout))
 
 
 def timeline(first: Layout, switches: Sequence[SwitchMade]) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ class Setting:
         interval_s: of the planner's windows.
         price: of a switch.
         reload_s: of a switch that reads the weights again, in s.
+        gives_roles: the planner may give engines roles.
     """
 
     hardware: Hardware
@@ -52,6 +53,7 @@ class Setting:
     interval_s: float
     price: Price
     reload_s: float = RELOAD_S
+    gives_roles: bool = False
 
     def report(self) -> dict[str, Any]:
         """For a result file."""
@@ -64,6 +66,7 @@ class Setting:
             "seconds": round(self.arrivals[-1].at_ms / 1e3, 3),
             "tiers": msgspec.to_builtins(self.config),
             "interval_s": self.interval_s,
+            "gives_roles": self.gives_roles,
             "price": {"fixed_ms": self.price.fixed_ms, "bytes_per_s": self.price.bytes_per_s},
         }
 
@@ -87,7 +90,16 @@ def _auto_system(setting: Setting, interval_s: float | None = None, ablation: Ab
         interval_s=interval_s or setting.interval_s,
         price=priced(setting.price, ablation, setting.reload_s),
         ablation=ablation,
+        gives_roles=setting.gives_roles,
     )
+
+
+def _auto_from_best(setting: Setting) -> Run:
+    """Following the traffic from the best layout that stays on, so without the first windows in another one."""
+    best = _best_static(setting)
+    assert best.first is not None
+    system = replace(_auto_system(setting), layout=best.first)
+    return replace(run(system, setting.arrivals, setting.config), notes=f"from {best.notes}")
 
 
 def _auto(setting: Setting, interval_s: float | None = None, ablation: Ablation = NOTHING_OFF) -> Run:
@@ -184,7 +196,8 @@ def roles(setting: Setting, say: Say) -> Found:
         "stock, mixed, best TP": lambda: _best_static(setting, admission=False),
         "ours, fixed roles, the best ones": lambda: _best_roles(setting, admission=True),
         "ours, mixed, best TP": lambda: _best_static(setting, admission=True),
-        "ours, auto": lambda: _auto(setting),
+        "ours, auto": lambda: _auto(replace(setting, gives_roles=True)),
+        "ours, auto, from the best TP": lambda: _auto_from_best(replace(setting, gives_roles=True)),
     }
     return _series(setting, systems, say)
 

@@ -13,7 +13,6 @@ from sglang_adapt.core.slo import SloConfig
 from sglang_adapt.policy.price import Price
 from sglang_adapt.simulate.control import Control, SwitchMade
 from sglang_adapt.simulate.engine import Request
-from sglang_adapt.simulate.handover import FixedRoles
 from sglang_adapt.simulate.hardware import Hardware
 from sglang_adapt.simulate.load import Arrival
 from sglang_adapt.simulate.node import Node
@@ -50,6 +49,7 @@ class System:
         interval_s: of the planner's windows; None: the layout stays.
         price: that switches really have; None: that of `hardware`.
         ablation: what is switched off of ours; of switches `price` says it.
+        gives_roles: the planner may give engines roles.
     """
 
     hardware: Hardware
@@ -59,6 +59,7 @@ class System:
     interval_s: float | None = None
     price: Price | None = None
     ablation: Ablation = NOTHING_OFF
+    gives_roles: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,12 +154,16 @@ def _run(
     else:
         routing = LeastLoad(system.hardware, node.place)
     node.use(routing)
-    if system.layout.roles:
-        if system.interval_s is not None:
-            raise ValueError(f"layout {system.layout}: roles are simulated with a layout that stays")
-        routing.use_roles({engine.name: role for engine, role in system.layout.role_of.items()})
-        node.handovers = FixedRoles(node, system.hardware, system.layout)
-    control = Control(node, system.hardware, system.gpus, config, system.layout, system.interval_s, system.price)
+    control = Control(
+        node,
+        system.hardware,
+        system.gpus,
+        config,
+        system.layout,
+        system.interval_s,
+        system.price,
+        gives_roles=system.gives_roles,
+    )
     node.finished.append(lambda request: ended(node, request))
     node.run()
     if node.stop:
