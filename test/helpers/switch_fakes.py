@@ -29,8 +29,9 @@ from sglang_adapt.core.handover import (
     TakeOverCall,
 )
 from sglang_adapt.core.layout import EngineSpec, parse_layout
+from sglang_adapt.keeper import KeeperError
 from sglang_adapt.kv.ledger_format import ledger_bytes
-from sglang_adapt.memory import allocate
+from sglang_adapt.memory import RegionHandle, allocate
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
 from sglang_adapt.router.engine import EngineState
@@ -54,6 +55,7 @@ class Node:
         faults: by engine and kind of call, e.g. ("tp1@0", "ExportCall"): one of FAULTS, for the next such call.
         during: likewise, what happens right before the engine does what it is asked.
         turns: likewise, how often the event loop turns before the answer is read; 1 unless told.
+        keeper_fault: why nobody knows the KV regions of all GPUs now; empty: they are known.
         outcomes: of each switch, where it went and what came of it.
     """
 
@@ -75,13 +77,13 @@ class Node:
         self.pools = Pools(SETTINGS, list(SPECS.values()), layout.engines, self._call, self._kill)
         self._regions = {gpu: allocate(ledger_bytes(SETTINGS.geometry), "cpu") for gpu in (0, 1)}
         self.pools.open({gpu: region.handle for gpu, region in self._regions.items()})
-        handles = {gpu: region.handle for gpu, region in self._regions.items()}
+        self.keeper_fault = ""
         self.outcomes: list[str] = []
         self.modes = Modes(
             self.router,
             self.pools,
             SPECS,
-            lambda: handles,
+            self._handles,
             drain_timeout_s,
             ended=lambda switch, outcome: self.outcomes.append(f"{switch.after}: {outcome}"),
             ablation=ablation,
@@ -291,6 +293,11 @@ class Node:
                     message = msgpack_decode(one["message"])
                     fake.take(message.rid, len(message.input_ids))
         return [{} for _ in SPECS[engine].gpus]
+
+    def _handles(self) -> dict[int, RegionHandle]:
+        if self.keeper_fault:
+            raise KeeperError(self.keeper_fault)
+        return {gpu: region.handle for gpu, region in self._regions.items()}
 
     # The test's side.
 

@@ -240,6 +240,19 @@ def test_engines_are_asked_all_at_once() -> None:
     asyncio.run(story(Node()))
 
 
+def test_a_layout_is_refused_while_a_keeper_is_started_again() -> None:
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        node.keeper_fault = "keeper of GPU 1 is not ready yet; wait for it"
+        with pytest.raises(SwitchRefusedError, match=r"engine tp2@0-1 cannot read the KV of all GPUs: keeper of GPU 1"):
+            await node.switch(TWO)
+        assert {name: len(rids) for name, rids in node.where().items()} == {"tp1@0": 2, "tp1@1": 2}
+        node.keeper_fault = ""
+        await node.switch(TWO)
+
+    run(story)
+
+
 def test_a_layout_with_a_dead_engine_is_refused() -> None:
     async def story(node: Node) -> None:
         node.request(*RIDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang_adapt.core import messages
@@ -14,6 +15,8 @@ from sglang_adapt.router.readback import Readback
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import SwitchRefusedError
 from sglang_adapt.router.view import view
+
+logger = logging.getLogger(__name__)
 
 LayoutQuestion = messages.SwitchRequest | messages.LayoutRequest | messages.PlanRequest | messages.ViewRequest
 LAYOUT_QUESTIONS = (messages.SwitchRequest, messages.LayoutRequest, messages.PlanRequest, messages.ViewRequest)
@@ -61,7 +64,8 @@ async def _answer(
         return 409, {"code": "static_layout", "message": str(error)}
     except SwitchRefusedError as error:
         return 409, {"code": "switch_refused", "message": str(error)}
-    except Exception as error:  # noqa: BLE001 -- logged where it happened, and told
+    except Exception as error:
+        logger.exception("layout %s was ordered, which broke off", layout)
         return 500, {"code": "switch_failed", "message": f"{type(error).__name__}: {error}"}
     return 200, {"active": str(router.layout), **switch.report()}
 

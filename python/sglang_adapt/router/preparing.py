@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from sglang_adapt.core.handoff import UnexportableAnswer, UnexportableCall
 from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.keeper import KeeperError
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.router.asking import ask_handoff
 from sglang_adapt.router.calls import EngineCallError, EngineGoneError
@@ -81,6 +82,8 @@ class Preparing:
             await self._mappings.map(spec)
         except EngineCallError as error:
             raise SwitchRefusedError(str(error)) from error
+        except KeeperError as error:
+            raise SwitchRefusedError(f"engine {spec} cannot read the KV of all GPUs: {error}") from error
 
     async def _wait_for_what_stays(self, switch: Switch) -> None:
         """Requests that cannot be moved, or by DRAIN all of them, end first, while they get no new neighbours."""
