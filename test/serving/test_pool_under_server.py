@@ -111,7 +111,7 @@ def test_what_is_kept_gives_its_blocks_to_a_request_that_outgrows_the_rest(
     begun = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         paused = pool.submit(last_chunk, small, 300, 680, begun)
-        assert begun.wait(60)
+        assert begun.wait(180)
         assert go_over(small, "tp2@0-1", "keep") == {"kept": 1}
         # What fits beside it leaves it where it is.
         assert generate(small, 50, 20).status_code == 200
@@ -129,7 +129,7 @@ def test_what_is_kept_gives_its_blocks_to_a_request_that_outgrows_the_rest(
 def wait_until(condition: Callable[[], bool]) -> None:
     started = time.monotonic()
     while not condition():
-        assert time.monotonic() - started < 60, "not within 60 s"
+        assert time.monotonic() - started < 180, "not within 180 s"
         time.sleep(0.02)
 
 
@@ -140,7 +140,7 @@ def test_a_killed_engine_has_its_blocks_again_and_serves(small: Server, name: st
     os.kill(engines(small)[name]["pids"][0], signal.SIGKILL)
     started = time.monotonic()
     while not (engines(small)[name]["restarts"] > restarts and engines(small)[name]["state"] == "ready"):
-        assert time.monotonic() - started < 60, "the engine is not back within 60 s"
+        assert time.monotonic() - started < 180, "the engine is not back within 180 s"
         time.sleep(0.05)
     assert blocks(small) == LEASES
     after = httpx.post(f"{small.url}/generate", json=BODY, timeout=180).json()["output_ids"]

@@ -39,7 +39,7 @@ def test_a_keeper_that_dies_is_started_anew_with_its_engines(ours: Callable[[str
         assert time.monotonic() - started < 2, "the death of the keeper was not noticed within 2 s"
         time.sleep(0.02)
     while httpx.get(f"{server.url}/health").json()["status"] != "ok":
-        assert time.monotonic() - started < 60, "the engines are not back within 60 s"
+        assert time.monotonic() - started < 180, "the engines are not back within 180 s"
         time.sleep(0.1)
     [again] = keepers(server)
     assert again != keeper
