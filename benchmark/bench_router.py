@@ -104,7 +104,7 @@ def ours(loop: asyncio.AbstractEventLoop, context: zmq.Context, source: str, eng
     done = loop.create_future()
     layout = uniform_layout(1, len(engines))
     ignore = lambda *_: None  # noqa: E731
-    router = Router(layout, Outlets(ignore, ignore, ignore, ignore, ignore))
+    router = Router(layout, Outlets(ignore, ignore, ignore, ignore, ignore, ignore))
     for spec, endpoint in zip(layout.engines, engines, strict=True):
         socket = to_engine(context, endpoint)
         engine = Engine(spec.name, send=lambda data, socket=socket: socket.send(data, zmq.NOBLOCK))
