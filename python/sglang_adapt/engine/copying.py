@@ -77,10 +77,12 @@ class KvCopies:
         self._own = region
         self._mapped: dict[int, Region] = {}
         self._lanes: dict[int, Lane] = {}
-        self._copier: UnitCopier = TritonCopier() if region.device.type == "cuda" else CpuCopier()
+        self._copier: UnitCopier
         if by_page:
-            self._copier = PageCopier()
             logger.info("KV arrives with a copy for each page, layer, K and V")
+            self._copier = PageCopier()
+        else:
+            self._copier = TritonCopier() if region.device.type == "cuda" else CpuCopier()
 
     def map(self, handles: Mapping[int, RegionHandle]) -> None:
         """Map the regions of other GPUs, by the deployment's index; those that are mapped already stay.

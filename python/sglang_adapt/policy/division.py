@@ -45,9 +45,9 @@ class Division:
         return Counter(self.mixed) + Counter(self.reads) + Counter(self.decodes)
 
     @property
-    def prompts(self) -> Counter[int]:
+    def prompts(self) -> Counts:
         """Those that read prompts."""
-        return Counter(self.mixed) + Counter(self.reads)
+        return Counter(self.mixed) + Counter(self.reads) if self.reads else self.mixed
 
     @property
     def has_roles(self) -> bool:

@@ -218,22 +218,12 @@ def plan(now: Situation) -> Plan:
     # An engine that was bound for what has ended is kept for a while, but none is bound for it.
     kept = longest if _holds(held.prompts, speeds) >= longest else now.longest_tokens
 
-    met: dict[tuple[int, ...], int] = {}
-
     def musts(option: Option) -> tuple[bool, bool, int]:
         engines = option.engines
-        if option.division is None:
-            sizes = tuple(option.counts)
-            if sizes not in met:
-                met[sizes] = sum(divider.meets(row, engines) for row in rows)
-            number = met[sizes]
-        else:
-            number = sum(divider.meets(row, engines) for row in rows)
-        holds = _holds(option.counts if option.division is None else engines.prompts, speeds) >= kept
         return (
             overdue is None or divider.meets(overdue, engines),
-            holds,
-            number,
+            _holds(engines.prompts, speeds) >= kept,
+            sum(divider.meets(row, engines) for row in rows),
         )
 
     # What runs and is too long for any engine of a layout cannot go over to it.
