@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 from typing import Any
 
 import pytest
-from switch_client import HTTP, LIMIT_S, ask, engines_of, prompt, switch
+from switch_client import HTTP, LIMIT_S, Answer, ask, engines_of, prompt, switch
 
 from server import Server
 
@@ -26,10 +27,20 @@ def switched(server: Server) -> dict[str, Any]:
     """Two requests over a switch; what the switch says of itself. Their answers are the same as without one."""
     assert switch(server, ONES).status_code == 200
     alone = ask(server, BODY)
+    deadline = monotonic() + LIMIT_S
+    while (report := _over_a_switch(server, alone))["requests"] != {"migrated": 2}:
+        assert monotonic() < deadline, f"one had always ended before the switch; the last one said {report}"
+    return report
+
+
+def _over_a_switch(server: Server, alone: Answer) -> dict[str, Any]:
+    """One attempt: on a busy machine this process may not run while the requests do."""
+    assert switch(server, ONES).status_code == 200
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(ask, server, BODY) for _ in range(2)]
         while sum(engine["in_flight"] for engine in engines_of(server).values()) < 2:
-            assert not any(answer.done() for answer in answers), "a request ended before the switch"
+            if any(answer.done() for answer in answers):
+                break
         said = switch(server, TWO, "migrate")
         assert said.status_code == 200, said.text
         assert all(answer.result(LIMIT_S).equals(alone) for answer in answers)
