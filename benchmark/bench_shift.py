@@ -5,8 +5,9 @@
 For each input length: TTFT and TPOT of requests that come one at a time, and the throughput of many at a time. Beside
 it the bandwidth of an all-to-all and of a sum between the GPUs. Systems: `stock-dp`, `stock-tp`; `dp`, `tp` (one server
 with --adapt-sp off), `sp` (--adapt-sp 0, every batch), `shift` (--adapt-sp THRESHOLD). CUDA graphs keep the mode in
-which they were captured, so sp and shift are servers of their own. Ends with an error if what is to run
-sequence-parallel did not.
+which they were captured, so sp and shift are servers of their own. Systems run in the order in which they are named;
+one that fails, or whose prompts did not run as they were to, is noted and the run ends with an error. The result is
+written whatever happens, SIGTERM included.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
+import signal
+import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,69 +57,90 @@ def main() -> None:
     parser.add_argument("--peak-concurrency", type=int, default=64, help="of those, at most so many at a time")
     parser.add_argument("--collective-bytes", type=int, nargs="*", default=[1 << 16, 1 << 20, 1 << 24, 1 << 28])
     parser.add_argument("--virtual", action="store_true", help="virtual GPUs (no CUDA)")
+    parser.add_argument("--ours-flags", default="", help="further flags for ours alone, as one string")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--out", type=Path, default=Path("benchmark/results/bench_shift.json"))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags for all servers")
     options = parser.parse_args()
-    flags = [flag for flag in options.flags if flag != "--"]
-    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        **environment(),
+        "gpus": options.gpus,
+        "options": {name: str(value) for name, value in vars(options).items()},
+        "rows": [],
+        "errors": [],
+    }
+    # A run that is ended early keeps what it has.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        if options.collective_bytes:
+            result["collectives"] = measure_collectives(options.gpus, options.collective_bytes)
+        _measure(options, result)
+    finally:
+        write_json(options.out, result)
+        _print(result["rows"], options)
+    for error in result["errors"]:
+        print(f"FAILED {error}")
+    if result["errors"]:
+        raise SystemExit(1)
+
+
+def _measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Each system in turn; one that fails is noted, and the next one tried."""
     answers: dict[str, list[list[int]]] = {}
-    collectives = measure_collectives(options.gpus, options.collective_bytes) if options.collective_bytes else []
     with tempfile.TemporaryDirectory() as temporary:
         logs = options.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
-        for system, server in _running(options, flags, logs):
-            answers[system] = asyncio.run(_answers(server.url, options.vocab))
-            rows += [{"system": system, **row} for row in _rows(server, system, options)]
-            if system in ("tp", "sp", "shift"):
-                rows[-1]["batches"] = _batches(server.url, system, options.gpus)
-    write_json(
-        options.out,
-        {
-            **environment(),
-            "gpus": options.gpus,
-            "options": {name: str(value) for name, value in vars(options).items()},
-            "collectives": collectives,
-            "rows": rows,
-            "same_tokens_as_stock_tp": _agreement(answers),
-        },
-    )
-    _print(rows, options)
+        for name, module, own, systems in _servers(options):
+            try:
+                with Server(name, module, own, logs / f"{name}.log", _fair(options)) as server:
+                    for system in systems:
+                        if module == "sglang_adapt.launch_server":
+                            asyncio.run(_go_to(server.url, _layout(system, options)))
+                        answers[system] = asyncio.run(_answers(server.url, options.vocab))
+                        result["same_tokens_as_stock_tp"] = _agreement(answers)
+                        rows = [{"system": system, **row} for row in _rows(server, system, options)]
+                        if system in ("tp", "sp", "shift"):
+                            rows[-1]["batches"] = _batches(server.url, system, options.gpus)
+                        result["rows"] += rows
+            except (RuntimeError, OSError, aiohttp.ClientError) as error:
+                result["errors"].append(f"{name}: {type(error).__name__}: {error}")
 
 
-def _running(options: argparse.Namespace, flags: list[str], logs: Path) -> Iterator[tuple[str, Server]]:
-    """Each system with its server, started when it is its turn and ended after it."""
+def _fair(options: argparse.Namespace) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1"} if options.virtual else {}
+
+
+def _layout(system: str, options: argparse.Namespace) -> str:
+    return str(uniform_layout(options.smallest if system == "dp" else options.gpus, options.gpus))
+
+
+def _servers(options: argparse.Namespace) -> list[tuple[str, str, list[str], list[str]]]:
+    """Name, module, flags and systems of each server, in the order of `--systems`."""
     gpus = options.gpus
-    model = _model(options)
-    fair = {"OMP_NUM_THREADS": "1"} if options.virtual else {}
-    for system, own in (("stock-dp", ["--dp-size", str(gpus)]), ("stock-tp", ["--tp-size", str(gpus)])):
-        if system in options.systems:
-            log = logs / f"{system}.log"
-            with Server(system, "sglang.launch_server", [*model, *own, *flags], log, fair) as server:
-                yield system, server
+    flags = [flag for flag in options.flags if flag != "--"]
+    stock = [*_model(options), *flags]
     # The TP size that has all GPUs, and one to share the weights with.
-    small = options.smallest
     ours = [
-        *model,
+        *_model(options),
         "--adapt-tp-sizes",
-        f"{small},{gpus}",
+        f"{options.smallest},{gpus}",
         *(["--adapt-virtual-gpus", str(gpus)] if options.virtual else []),
+        *shlex.split(options.ours_flags),
+        *flags,
     ]
-    layouts = {"dp": str(uniform_layout(small, gpus)), "tp": str(uniform_layout(gpus, gpus))}
-    for name, sp, served in (
-        ("ours off", "off", ("dp", "tp")),
-        ("ours sp", "0", ("sp",)),
-        ("ours shift", str(options.threshold), ("shift",)),
+    servers = []
+    for name, module, own, served in (
+        ("stock-dp", "sglang.launch_server", [*stock, "--dp-size", str(gpus)], ("stock-dp",)),
+        ("stock-tp", "sglang.launch_server", [*stock, "--tp-size", str(gpus)], ("stock-tp",)),
+        ("ours-off", "sglang_adapt.launch_server", [*ours, "--adapt-sp", "off"], ("dp", "tp")),
+        ("ours-sp", "sglang_adapt.launch_server", [*ours, "--adapt-sp", "0"], ("sp",)),
+        ("ours-shift", "sglang_adapt.launch_server", [*ours, "--adapt-sp", str(options.threshold)], ("shift",)),
     ):
-        systems = [system for system in served if system in options.systems]
-        if not systems:
-            continue
-        first = layouts.get(systems[0], layouts["tp"])
-        own = [*ours, "--adapt-sp", sp, "--adapt-layout", first, *flags]
-        with Server(name, "sglang_adapt.launch_server", own, logs / f"{name.replace(' ', '-')}.log", fair) as server:
-            for system in systems:
-                asyncio.run(_go_to(server.url, layouts.get(system, layouts["tp"])))
-                yield system, server
+        systems = [system for system in options.systems if system in served]
+        if systems:
+            first = [] if module == "sglang.launch_server" else ["--adapt-layout", _layout(systems[0], options)]
+            servers.append((name, module, [*own, *first], systems))
+    return sorted(servers, key=lambda server: options.systems.index(server[3][0]))
 
 
 def _model(options: argparse.Namespace) -> list[str]:
@@ -204,9 +228,11 @@ def _print(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for tokens in options.input_tokens:
         for system in options.systems:
             alone, peak = (
-                next(row for row in rows if (row["system"], row["input_tokens"], row["load"]) == (system, tokens, load))
-                for load in ("alone", "peak")
+                next((row for row in rows if (row["system"], row["input_tokens"], row["load"]) == key), None)
+                for key in ((system, tokens, "alone"), (system, tokens, "peak"))
             )
+            if alone is None or peak is None:
+                continue
             print(
                 f"{tokens:>7} {system:>9} {alone['ttft_ms_p50']:9.1f} {alone['tpot_ms_p50']:8.2f} "
                 f"{peak['tokens_per_s']:14.0f}"
