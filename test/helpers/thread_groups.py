@@ -22,7 +22,8 @@ class ThreadGroup:
         return seen
 
     def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        output.copy_(torch.stack([other[self._rank] for other in self._all(input)]))
+        assert input.dim() == output.dim() == 1, "stock's pynccl cuts the first dimension into parts of elements"
+        output.copy_(torch.cat([other.chunk(len(self._board))[self._rank] for other in self._all(input)]))
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
         output.copy_(torch.cat(self._all(input)))

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from sglang_adapt.policy.dispatch import LeastLoaded
+from sglang_adapt.policy.dispatch import REQUEST_TOKENS, LeastLoaded
 
 
-def test_requests_first_then_tokens_then_order() -> None:
+def test_tokens_to_read_and_requests_then_order() -> None:
     dispatch = LeastLoaded(["a", "b"])
     assert dispatch.least() == "a"
     dispatch.assign("a", 10)
@@ -19,6 +19,24 @@ def test_requests_first_then_tokens_then_order() -> None:
     assert dispatch.least() == "b"
     dispatch.release("a", 10)
     assert dispatch.least() == "a"
+
+
+def test_requests_that_follow_those_that_ended_together_are_shared_out() -> None:
+    dispatch = LeastLoaded(["a", "b"])
+    for engine in ("a", "b"):
+        for _ in range(32):
+            dispatch.assign(engine, 2048)
+            dispatch.read(engine, 2048)
+    for _ in range(32):
+        dispatch.release("a", 0)
+    sent = {"a": 0, "b": 0}
+    for _ in range(32):
+        engine = dispatch.least()
+        assert engine is not None
+        dispatch.assign(engine, 2048)
+        sent[engine] += 1
+    # Those of b are about to end, too; by their number alone all would be sent to a.
+    assert sent == {"a": 19, "b": 13}
 
 
 def test_none_without_engines() -> None:
@@ -44,6 +62,7 @@ class AgainstPlainMinimum(RuleBasedStateMachine):
     def start(self) -> None:
         self.dispatch: LeastLoaded[int] = LeastLoaded()
         self.model: dict[int, list[int]] = {}
+        """By engine the tokens of each request that are to be read."""
         self.order: dict[int, int] = {}
 
     @rule(engine=st.integers(0, 5))
@@ -65,6 +84,14 @@ class AgainstPlainMinimum(RuleBasedStateMachine):
         self.dispatch.assign(engine, tokens)
 
     @rule(engine=st.integers(0, 5))
+    def read(self, engine: int) -> None:
+        if self.model.get(engine):
+            self.dispatch.read(engine, self.model[engine][0])
+            self.model[engine][0] = 0
+        elif engine not in self.model:
+            self.dispatch.read(engine, 1)
+
+    @rule(engine=st.integers(0, 5))
     def release(self, engine: int) -> None:
         if self.model.get(engine):
             self.dispatch.release(engine, self.model[engine].pop())
@@ -75,10 +102,10 @@ class AgainstPlainMinimum(RuleBasedStateMachine):
         self.check()
 
     def check(self) -> None:
-        expected = min(self.model, key=lambda e: (len(self.model[e]), sum(self.model[e]), self.order[e]), default=None)
+        load = {engine: len(unread) * REQUEST_TOKENS + sum(unread) for engine, unread in self.model.items()}
+        expected = min(load, key=lambda engine: (load[engine], self.order[engine]), default=None)
         assert self.dispatch.least() == expected
-        for engine, tokens in self.model.items():
-            assert self.dispatch.load(engine) == (len(tokens), sum(tokens))
+        assert all(self.dispatch.load(engine) == tokens for engine, tokens in load.items())
 
     @rule()
     def least_is_minimum(self) -> None:

@@ -96,6 +96,13 @@ def test_narrow_at_once_when_the_load_needs_it() -> None:
     )
 
 
+@pytest.mark.parametrize("gives_roles", [False, True])
+def test_roles_stay_a_layout_when_nobody_asks(gives_roles: bool) -> None:
+    # Tiers that have been asked for, and are not any more: `asked` with no demand.
+    for decided in follow(situation(demand(0.0), layout=SPLIT, asked=True, gives_roles=gives_roles), CALM + 2):
+        assert str(decided.layout) in (SPLIT, FOUR)
+
+
 def test_wide_when_nobody_asks() -> None:
     decided = follow(situation(demand(0.0)), CALM)[-1]
     assert str(decided.layout) == FOUR

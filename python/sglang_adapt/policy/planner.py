@@ -236,7 +236,7 @@ def plan(now: Situation) -> Plan:
     # Of equal ones the first, which is the one that serves.
     options.sort(key=lambda option: (*musts(option), round(option.worth.value, 9)), reverse=True)
     roles = None
-    if (now.gives_roles or held.has_roles) and any(row.demand.is_there for row in rows):
+    if held.has_roles or (now.gives_roles and any(row.demand.is_there for row in rows)):
         options, roles = _with_roles(options, held, now, rows, divider, max(runs, kept), musts)
     best = options[0]
     serving = next(option for option in options if option.engines == held)

@@ -28,6 +28,7 @@ class Engine:
         name: e.g. `tp2@0-1`.
         send: puts one stock message on the engine's input; raises zmq.Again when nobody is connected.
         in_flight: request id to prompt tokens, for every request accepted and not ended.
+        unread: of these the ones that have given no token yet, likewise.
         blocks: (leased, free) KV blocks on each of its GPUs; None without a shared pool.
     """
 
@@ -37,4 +38,5 @@ class Engine:
     restarts: int = 0
     pids: list[int] = field(default_factory=list)
     in_flight: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
     blocks: tuple[int, int] | None = None

@@ -71,6 +71,8 @@ class Places:
     def hold(self, holder: Engine, rid: str, tokens: int) -> None:
         """A request is a holder's from now on."""
         holder.in_flight[rid] = tokens
+        if rid not in self.journal or not self.journal[rid].ids:
+            holder.unread[rid] = tokens
         self.where[rid] = holder
         if self._admission is not None:
             self._admission.moved(rid, holder.name, tokens)
@@ -83,13 +85,20 @@ class Places:
             tokens = giver.in_flight.pop(rid, None)
             if tokens is None:
                 continue
-            self._serving.release(giver.name, tokens)
+            self._serving.release(giver.name, giver.unread.pop(rid, 0))
             self.hold(taker, rid, tokens)
-            self._serving.assign(taker.name, tokens)
+            self._serving.assign(taker.name, taker.unread.get(rid, 0))
+
+    def read(self, engine: Engine, rid: str) -> None:
+        """A request of an engine has given its first token."""
+        tokens = engine.unread.pop(rid, None)
+        if tokens is not None:
+            self._serving.read(engine.name, tokens)
 
     def take_back(self, rid: str) -> None:
         """A stranded request is nowhere; its entry in the journal stays, and its record."""
         del self.stranded.in_flight[rid]
+        self.stranded.unread.pop(rid, None)
         del self.where[rid]
         if self._admission is not None:
             self._admission.left(rid)
@@ -143,7 +152,7 @@ class Places:
         if self._admission is not None:
             self._admission.left(rid)
             self._admission.ended(rid, None, finished=False)
-        self._serving.release(engine.name, tokens)
+        self._serving.release(engine.name, engine.unread.pop(rid, 0))
         if self._waiters:
             self._tell_waiters(rid)
         self._ended(engine)

@@ -411,8 +411,8 @@ class Router:
             # A busy engine answers it with a message that carries no id, so it cannot be tracked.
             return
         self.long.placed(rid, engine.name)
-        self._serving.assign(engine.name, tokens)
         self.places.hold(engine, rid, tokens)
+        self._serving.assign(engine.name, engine.unread.get(rid, 0))
         self.journal.setdefault(rid, Entry(data, tokens))
         if self.admission is not None:
             self.admission.placed(rid, engine)
@@ -491,6 +491,8 @@ class Router:
                     self._traffic.finished(output.rid, output.total)
                 self.places.end(engine, output.rid)
             elif (entry := self.journal.get(output.rid)) is not None:
+                if not entry.ids:
+                    self.places.read(engine, output.rid)
                 entry.append(output.decoded, output.total)
         self._out.outputs(data)
         self.let_go()

@@ -96,7 +96,7 @@ class Serving:
                 self._dispatch.remove(name)
 
     def _join_dispatch(self, engine: Engine) -> None:
-        self._dispatch.add(engine.name, len(engine.in_flight), sum(engine.in_flight.values()))
+        self._dispatch.add(engine.name, len(engine.in_flight), sum(engine.unread.values()))
 
     def _reads(self, name: str) -> bool:
         """Does an engine of the layout get new requests?"""
@@ -110,14 +110,18 @@ class Serving:
 
     # Requests come and go.
 
-    def assign(self, name: str, tokens: int) -> None:
-        """An engine has got a request; what is not in dispatch is not counted."""
+    def assign(self, name: str, unread: int) -> None:
+        """An engine has got a request, with so many prompt tokens to read; what is not in dispatch is not counted."""
         if name in self._dispatch:
-            self._dispatch.assign(name, tokens)
+            self._dispatch.assign(name, unread)
 
-    def release(self, name: str, tokens: int) -> None:
-        """A request has left an engine."""
-        self._dispatch.release(name, tokens)
+    def read(self, name: str, tokens: int) -> None:
+        """An engine has read a prompt of so many tokens."""
+        self._dispatch.read(name, tokens)
+
+    def release(self, name: str, unread: int) -> None:
+        """A request has left an engine, with so many prompt tokens that were not read."""
+        self._dispatch.release(name, unread)
 
     # Who.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -134,8 +135,10 @@ class LeastLoad:
 
     def progressed(self, engine: SimulatedEngine, progress: Progress) -> None:
         if engine.name in self._dispatch:  # Else it has its requests from another one, which it serves for.
-            for request in progress.ended:
-                self._dispatch.release(engine.name, request.arrival.prompt)
+            for request in progress.first:
+                self._dispatch.read(engine.name, request.arrival.prompt)
+            for _ in progress.ended:
+                self._dispatch.release(engine.name, 0)
 
     def let_go(self) -> None:
         pass
@@ -143,11 +146,11 @@ class LeastLoad:
     def moved(self, request: Request, engine: str) -> None:
         if engine not in self._dispatch:
             self._dispatch.add(engine)
-        self._dispatch.assign(engine, request.arrival.prompt)
+        self._dispatch.assign(engine, _unread(request))
 
     def left(self, engine: SimulatedEngine, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._dispatch.release(engine.name, request.arrival.prompt)
+            self._dispatch.release(engine.name, _unread(request))
 
     def use_roles(self, roles: Mapping[str, Role]) -> None:
         pass
@@ -166,6 +169,11 @@ class LeastLoad:
 
     def assign(self, tiers_of: Mapping[str, frozenset[str]]) -> None:
         pass
+
+
+def _unread(request: Request) -> int:
+    """Prompt tokens of a request that count in an engine's load: none once it has its first token."""
+    return request.arrival.prompt if math.isnan(request.first_ms) else 0
 
 
 @dataclass(frozen=True)

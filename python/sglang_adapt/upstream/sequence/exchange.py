@@ -121,5 +121,6 @@ class Exchange:
 
     def _swap(self, by_rank: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(by_rank)
-        self._group.all_to_all_single(received, by_rank)
+        # Flat: stock's pynccl cuts the first dimension into parts of elements.
+        self._group.all_to_all_single(received.view(-1), by_rank.view(-1))
         return received
