@@ -215,8 +215,8 @@ def _percentiles(name: str, values: list[float]) -> dict[str, float | None]:
 
 def table(judged: dict[str, dict[str, float | int | None]]) -> str:
     """A line a tier."""
-    columns = ("sent", "refused", "failed", "met_ttft", "met_tpot", "good", "goodput_rps", "attainment")
-    columns += ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")
+    columns = ["sent", "refused", "failed", "met_ttft", "met_tpot", "good", "goodput_rps", "attainment"]
+    columns += ["ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"]
     rows = [("tier", *columns)] + [(name, *(str(one[column]) for column in columns)) for name, one in judged.items()]
     return aligned(rows)
 

@@ -29,8 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -77,7 +79,7 @@ def flood(port: int, made: list[bytes], connections: int, rate: float, stop: Con
     for _ in range(connections):
         peer = socket.create_connection(("127.0.0.1", port))
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        selector.register(peer, selectors.EVENT_READ)
+        selector.register(peer, selectors.EVENT_READ, peer)
         idle.append(peer)
     statuses: dict[str, int] = {}
     sent_at: dict[socket.socket, float] = {}
@@ -93,7 +95,7 @@ def flood(port: int, made: list[bytes], connections: int, rate: float, stop: Con
             sent_at[peer] = now
             sent += 1
         for key, _ in selector.select(0.001):
-            peer = key.fileobj
+            peer = key.data
             data = read.pop(peer, b"") + peer.recv(65536)
             head, _, body = data.partition(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length:")[2].partition(b"\r")[0] or -1)
@@ -110,7 +112,7 @@ def flood(port: int, made: list[bytes], connections: int, rate: float, stop: Con
 
 
 @contextlib.contextmanager
-def flooding(port: int, made: list[bytes], connections: int, rate: float, into: dict):
+def flooding(port: int, made: list[bytes], connections: int, rate: float, into: dict[str, Any]) -> Iterator[None]:
     """A flood for as long as the block runs; its result goes into `into`."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(target=flood, args=(port, made, connections, rate, theirs), daemon=True)
@@ -134,7 +136,8 @@ def flooding(port: int, made: list[bytes], connections: int, rate: float, into: 
 
 def ttfts(port: int, seconds: float, rate: float, rng: random.Random) -> list[float]:
     """TTFT in ms of streamed requests of the tier `open`, one after the other, begun `rate` a second."""
-    seen, began = [], time.perf_counter()
+    seen: list[float] = []
+    began = time.perf_counter()
     while (now := time.perf_counter()) - began < seconds:
         due = began + len(seen) / rate
         if due > now:

@@ -21,6 +21,7 @@ import pstats
 import tempfile
 import time
 from array import array
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def ours(loop: asyncio.AbstractEventLoop, context: zmq.Context, source: str, eng
     router = Router(layout, Outlets(ignore, ignore, ignore, ignore, ignore, ignore))
     for spec, endpoint in zip(layout.engines, engines, strict=True):
         socket = to_engine(context, endpoint)
-        engine = Engine(spec.name, send=lambda data, socket=socket: socket.send(data, zmq.NOBLOCK))
+        engine = Engine(spec.name, send=partial(socket.send, flags=zmq.NOBLOCK))
         router.add_engine(engine)
         router.engine_ready(engine)
     started = 0.0

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,12 +211,12 @@ class Bench:
 
     def speed(self) -> None:
         for tp_size in self.options.tp:
-            self.attempt(f"stock tp{tp_size}", lambda tp=tp_size: self._measure("stock", tp, None))
+            self.attempt(f"stock tp{tp_size}", partial(self._measure, "stock", tp_size, None))
 
         def shared() -> None:
             with self.keepers() as handles:
                 for tp_size in self.options.tp:
-                    self.attempt(f"shared tp{tp_size}", lambda tp=tp_size: self._measure("shared", tp, handles))
+                    self.attempt(f"shared tp{tp_size}", partial(self._measure, "shared", tp_size, handles))
 
         self.attempt("keepers", shared)
         tokens = self.results.pop("raw_tokens", {})
@@ -249,7 +250,7 @@ class Bench:
             try:
                 for tp_size, first_gpu in self._warm_engines():
                     what = f"warm engine tp{tp_size}@{first_gpu}"
-                    self.attempt(what, lambda t=tp_size, g=first_gpu: self._add(engines, t, g, handles))
+                    self.attempt(what, partial(self._add, engines, tp_size, first_gpu, handles))
                 if "idle" in parts:
                     self.attempt("idle", lambda: self._first_steps(engines))
             finally:

@@ -84,15 +84,16 @@ async def run_load(
 
             timings = await asyncio.gather(*(at_arrival(r, p) for r, p in zip(requests, prompts, strict=True)))
         else:
-            timings = [None] * len(requests)
+            done: list[Timing | None] = [None] * len(requests)
             todo = iter(range(len(requests)))
 
             async def worker() -> None:
                 for index in todo:
-                    timings[index] = await _one(session, url, requests[index], prompts[index])
+                    done[index] = await _one(session, url, requests[index], prompts[index])
 
             await asyncio.gather(*(worker() for _ in range(concurrency)))
-        return list(timings), time.perf_counter() - start
+            timings = [timing for timing in done if timing is not None]
+        return timings, time.perf_counter() - start
 
 
 async def _one(session: aiohttp.ClientSession, url: str, request: Request, prompt: list[int]) -> Timing:

@@ -64,7 +64,7 @@ class Engine:
         """Start it; `limit` gives the seconds that any wait may still take."""
         self.spec = spec
         self._limit = limit
-        context = multiprocessing.get_context(spec.start_method)
+        context: Any = multiprocessing.get_context(spec.start_method)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(spec, theirs), name=spec.name)
         self._process.start()
