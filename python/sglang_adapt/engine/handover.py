@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from sglang_adapt.core.handover import (
 )
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.engine.copying import KvCopies, Pull
-from sglang_adapt.kv.lanes import Mark
+from sglang_adapt.kv.lanes import Mark, Marks
 from sglang_adapt.upstream.control import at_rank_0, notify
 from sglang_adapt.upstream.handoff import arrive, early, leave, reading
 
@@ -63,7 +62,7 @@ class EngineHandover:
                     call.requests,
                     call.ahead,
                     lambda pages, first, after: self._pull(call, pages, first, after),
-                    lambda rids: notify(self._scheduler, to_plain(Arrived(rids))),
+                    lambda rids, ran_s, steps: notify(self._scheduler, to_plain(Arrived(rids, ran_s, steps))),
                     laps,
                 )
                 return HandoverAnswer(ahead_tokens=came, steps_ms=laps.ms)
@@ -88,7 +87,7 @@ class EngineHandover:
                 return HandoverAnswer(kept, steps_ms=laps.ms)
         return HandoverAnswer(steps_ms=laps.ms)
 
-    def _pull(self, call: TakeOverCall, pages: list[list[int]], first: list[int], after: Mark) -> Callable[[], None]:
+    def _pull(self, call: TakeOverCall, pages: list[list[int]], first: list[int], after: Mark) -> Marks:
         """Begin to bring what has not come ahead."""
         pulls = [
             Pull(request.rid, begin, request.kv_tokens, self._copies.from_token(source, begin), mine)
@@ -97,12 +96,14 @@ class EngineHandover:
         return self._copies.pull(pulls, after)
 
 
-def _tell(scheduler: Any, requests: list[CarriedRequest], holds: list[int], pages: list[list[int]]) -> None:
+def _tell(
+    scheduler: Any, requests: list[CarriedRequest], holds: list[int], pages: list[list[int]], settled_s: float
+) -> None:
     """Tell the router which requests have left, with the blocks of all ranks."""
     ranks = at_rank_0(scheduler, pages)
     if ranks is not None:
         blocks = [[rank[at] for rank in ranks] for at in range(len(requests))]
-        notify(scheduler, to_plain(Prefilled(requests, holds, blocks)))
+        notify(scheduler, to_plain(Prefilled(requests, holds, blocks, settled_s)))
 
 
 def _tell_part(scheduler: Any, part: PartRead) -> None:

@@ -99,12 +99,13 @@ class Handovers:
         """Requests that wait at their sources for room."""
         return len(self._waiting)
 
-    def said(self) -> dict[str, int]:
+    def said(self) -> dict[str, Any]:
         """For the control endpoint: requests that wait, are under way, and what has become of others; tokens that had
-        gone ahead."""
+        gone ahead; and what took how long (`HandoverSteps`)."""
         under_way = sum(len(move.due) for move in self._moves)
         ahead = {"ahead_tokens": self.told.ahead_tokens} if self.told.ahead_tokens else {}
-        return {"waiting": self.waiting, "under_way": under_way, **self.told.counts, **ahead}
+        steps = {"steps_ms": steps} if (steps := self.told.steps.said()) else {}
+        return {"waiting": self.waiting, "under_way": under_way, **self.told.counts, **ahead, **steps}
 
     # What happens.
 
@@ -115,10 +116,10 @@ class Handovers:
             # It died after that: what is to be done for its requests is done already.
             return
         match msgspec.convert(payload, HandoverNotice):
-            case Prefilled(requests, holds, blocks):
+            case Prefilled(requests, holds, blocks, settled_s):
                 deaths, now = self._pools.deaths(spec), monotonic()
                 for request, hold, mine in zip(requests, holds, blocks, strict=True):
-                    self._waiting[spec, hold] = Prompt(request, hold, spec, deaths, mine, now)
+                    self._waiting[spec, hold] = Prompt(request, hold, spec, deaths, mine, now, settled_s)
                 self._place()
                 self._look_again()
             case PartRead() as part:
@@ -126,8 +127,8 @@ class Handovers:
                     self._ahead.read(spec, part)
             case PartsStay(rids):
                 self._ahead.forget([going for going in self._ahead if going.source == spec and going.rid in rids])
-            case Arrived(rids):
-                self._moves.landed(spec, rids)
+            case Arrived() as arrived:
+                self._moves.landed(spec, arrived)
 
     def ended(self, engine: Engine) -> None:
         """A request of an engine has ended: there may be room for one that waits."""
