@@ -203,7 +203,8 @@ def test_a_prompt_that_has_been_read_comes_before_those_that_are_being_read() ->
         node.part(SOURCE, "other", 64)
         await node.settle()
         assert len(node.fakes[TAKER].early) == 2
-        takers = node.modes.handovers._takers.now()[TAKER], node.modes.handovers._takers.now(ahead=False)[TAKER]
+        rooms = node.modes.handovers._takers.rooms()
+        takers = rooms.beside[TAKER], rooms.pressed[TAKER]
         assert takers[1].free - takers[0].free == 2 * 600 // 16 + 4
         node.check()
 

@@ -150,8 +150,9 @@ class Leases:
     def _begin(self, ticket: CopyTicket, epoch: int) -> CopyTicket:
         ledgers = [self._ledger(gpu) for gpu in ticket.gpus]
         self._require_epoch(ledgers, epoch)
-        for ledger in ledgers:
-            ledger.require_copyable(*_sides(ticket, ledger.gpu))
+        if len(ledgers) > 1:
+            for ledger in ledgers:
+                ledger.require_copyable(*_sides(ticket, ledger.gpu))
         for ledger in ledgers:
             ledger.begin_copy(*_sides(ticket, ledger.gpu), epoch)
         return ticket
@@ -170,6 +171,10 @@ class Leases:
     def lease(self, engine: EngineRanks) -> IntArray:
         """The engine's leased blocks, `[TP size, n]`, ascending."""
         return np.stack([ledger.ids(BlockState.LEASED, engine.number) for ledger in self._of(engine)])
+
+    def leased(self, engine: EngineRanks) -> int:
+        """How many blocks the engine has leased on each of its GPUs."""
+        return self._of(engine)[0].count(BlockState.LEASED, engine.number)
 
     def free(self, engine: EngineRanks) -> int:
         """Blocks that the engine's lease could grow by now: the fewest free ones on any of its GPUs."""
