@@ -130,15 +130,15 @@ class KvCopies:
         return self._start(self._batches(call), after).wait
 
     def _start(self, batches: Sequence[CopyBatch], after: Mark) -> Marks:
-        plans = [plan.to_gpu(self._gpu) for plan in build_plans(self._geometry, batches)]
-        needed = {plan.gpu for plan in plans if plan.units}
+        plans = build_plans(self._geometry, batches, self._gpu)
+        needed = {plan.gpu for plan in plans}
         missing = needed - self._mapped.keys() - {self._gpu}
         if missing:
             raise CopyRefusedError(
                 f"{self._engine}: the KV region of GPU {min(missing)} is not mapped on GPU {self._gpu}; "
                 f"send kv_map first"
             )
-        return Marks([self._begin(self._executor(plan.gpu), plan, after) for plan in plans if plan.units])
+        return Marks([self._begin(self._executor(plan.gpu), plan, after) for plan in plans])
 
     @staticmethod
     def _begin(executor: DirectExecutor, plan: SourcePlan, after: Mark) -> Mark:
