@@ -19,6 +19,7 @@ import numpy as np
 from sglang_adapt.core import handoff as messages
 from sglang_adapt.core.block_ids import BlockIds, pack_ids, unpack_ids
 from sglang_adapt.core.laps import Laps
+from sglang_adapt.upstream.awake import stay_awake
 from sglang_adapt.upstream.handoff import adopt as adopting
 from sglang_adapt.upstream.handoff import export as exporting
 from sglang_adapt.upstream.handoff.ahead import Ahead
@@ -118,6 +119,7 @@ class EngineHandoff:
         """
         if call.epoch < self._epoch:
             raise StaleHandoffError(f"a copy ahead of epoch {call.epoch} came after epoch {self._epoch}")
+        stay_awake(self._scheduler)
         laps = Laps()
         self._ahead = Ahead.bring(
             self._scheduler,

@@ -25,6 +25,7 @@ from sglang_adapt.core.handover import (
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.engine.copying import KvCopies, Pull
 from sglang_adapt.kv.lanes import Mark, Marks
+from sglang_adapt.upstream.awake import stay_awake
 from sglang_adapt.upstream.control import at_rank_0, notify
 from sglang_adapt.upstream.handoff import arrive, early, leave, reading
 
@@ -67,6 +68,7 @@ class EngineHandover:
                 )
                 return HandoverAnswer(ahead_tokens=came, steps_ms=laps.ms)
             case AheadCall():
+                stay_awake(self._scheduler)
                 arrive.bring_ahead(
                     self._scheduler,
                     call,
