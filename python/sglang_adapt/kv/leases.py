@@ -1,7 +1,7 @@
 """Leases and requests on the move over all GPUs of a node: what the router does to the ledgers.
 
 Ranks of one engine always hold equally many blocks, of different ids. Every change is checked on all of an
-engine's GPUs before it is made on any.
+engine's GPUs before it is made on any; a ledger checks its own part itself.
 """
 
 from __future__ import annotations
@@ -214,8 +214,9 @@ class Leases:
         rows = np.asarray(ids, dtype=np.int32)
         ledgers = self._of(engine)
         self._require_epoch(ledgers, epoch)
-        for ledger, row in zip(ledgers, rows, strict=True):
-            ledger.require_movable(row, engine.number, before, after)
+        if len(ledgers) > 1:
+            for ledger, row in zip(ledgers, rows, strict=True):
+                ledger.require_movable(row, engine.number, before, after)
         for ledger, row in zip(ledgers, rows, strict=True):
             ledger.move(row, engine.number, before, after, epoch)
 
