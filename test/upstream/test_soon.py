@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_adapt.upstream.handoff import soon
+from sglang_adapt.core.handover import LeaveCall
+from sglang_adapt.engine.handover import EngineHandover
+from sglang_adapt.upstream.handoff import leave, soon
 
 
 @pytest.fixture
@@ -56,4 +58,16 @@ def test_without_overlap_nothing_is_in_flight_then(drained: list[Any]) -> None:
     scheduler = SimpleNamespace(enable_overlap=False)
     soon.expect_export(scheduler)
     look(scheduler, "a")
+    assert drained == []
+
+
+def test_who_hands_over_expects_no_export(drained: list[Any]) -> None:
+    """What has been read to its end is found in the batch in flight."""
+    scheduler = SimpleNamespace(enable_overlap=True)
+    soon.expect_export(scheduler)
+    try:
+        EngineHandover(scheduler, copies=None).answer(LeaveCall(on=True))  # type: ignore[arg-type]
+        look(scheduler, "a")
+    finally:
+        leave.hand_over(None)
     assert drained == []

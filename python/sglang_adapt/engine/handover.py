@@ -28,6 +28,7 @@ from sglang_adapt.kv.lanes import Mark, Marks
 from sglang_adapt.upstream.awake import stay_awake
 from sglang_adapt.upstream.control import at_rank_0, notify
 from sglang_adapt.upstream.handoff import arrive, early, leave, reading
+from sglang_adapt.upstream.handoff.soon import expect_nothing
 
 
 class EngineHandover:
@@ -52,6 +53,8 @@ class EngineHandover:
         laps = Laps()
         match call:
             case LeaveCall():
+                # Who hands over looks at what the batch in flight has read.
+                expect_nothing()
                 leave.hand_over(_tell if call.on else None)
                 if call.on and call.unit:
                     reading.tell_parts(call.unit, _tell_part, _tell_staying)
