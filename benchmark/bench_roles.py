@@ -8,7 +8,8 @@ One server of ours, in the split layout and in the same engines without roles. M
 
 `handover`: of requests one at a time, beside `--beside` streams, the time from the first token, which the engine that
 prefills sends when the prompt is read, to the second, less the median time between its later tokens. Without roles
-this is what a first decode step costs anyway.
+this is what a first decode step costs anyway. With roles, also what the server says of the steps of its last hand-overs
+(`GET /adapt/layout`).
 
 `decode`: time between two tokens of `--streams` streams, alone, and while prompts of `--prompts` tokens arrive that
 ask for a few tokens each, `--rate` a second; the streams of the split layout are on the engines that decode.
@@ -62,7 +63,7 @@ def main() -> None:
     finally:
         result["complete"] = not result["errors"]
         for row in (*result["handover"], *result["decode"], *result["errors"]):
-            print(row, flush=True)
+            _show(row)
         write_json(options.out, result)
 
 
@@ -165,7 +166,12 @@ class Bench:
                     first.append(gaps[0] - statistics.median(gaps[1:]))
             self._errors_of(streams)
         row = {"layout": layout, "beside": beside, "input": o.input, "requests": len(first)}
-        self._result["handover"].append(row | {"beyond_a_step_ms": _spread(first), "step_ms": _spread(steps)})
+        row |= {"beyond_a_step_ms": _spread(first), "step_ms": _spread(steps)}
+        if ":" in layout:
+            # Of the last 50 hand-overs, so of this row from 50 requests on.
+            said = await Layouts(self._session, self._url).get()
+            row["hand_over_steps_ms"] = said["handovers"].get("steps_ms", {})
+        self._result["handover"].append(row)
 
     async def _decode(self, layout: str) -> None:
         o = self._o
@@ -211,6 +217,16 @@ class Bench:
         if not chunks or chunks[-1][0] != output_tokens:
             raise RuntimeError(f"{chunks[-1][0] if chunks else 0} tokens came of {output_tokens}")
         return chunks
+
+
+def _show(row: Any) -> None:
+    steps = row.get("hand_over_steps_ms") if isinstance(row, dict) else None
+    if not steps:
+        print(row, flush=True)
+        return
+    print({name: value for name, value in row.items() if name != "hand_over_steps_ms"}, flush=True)
+    medians = [f"{step} {spread['p50']:.2f}" for step, spread in steps.items()]
+    print(f"    p50 ms: {', '.join(medians)}", flush=True)
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:

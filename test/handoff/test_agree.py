@@ -12,11 +12,15 @@ from sglang_adapt.upstream.handoff import agree
 ALONE = SimpleNamespace(ps=SimpleNamespace(tp_size=1))
 
 
+def begun(waited: list[str]) -> Any:
+    return SimpleNamespace(wait=lambda: waited.append("a"))
+
+
 def test_what_was_begun_is_waited_for_later() -> None:
     waited: list[str] = []
-    wait = agree.start_on_all_ranks(ALONE, "copy", lambda: lambda: waited.append("a"))
+    copy = agree.start_on_all_ranks(ALONE, "copy", lambda: begun(waited))
     assert waited == []
-    wait()
+    copy.wait()
     assert waited == ["a"]
 
 
@@ -32,5 +36,5 @@ def test_if_another_rank_fails_this_one_has_ended_what_it_began(monkeypatch: pyt
     waited: list[str] = []
     monkeypatch.setattr(agree, "_all_succeeded", lambda scheduler, success: False)
     with pytest.raises(agree.OtherRankFailedError, match="failed to copy"):
-        agree.start_on_all_ranks(ALONE, "copy", lambda: lambda: waited.append("a"))
+        agree.start_on_all_ranks(ALONE, "copy", lambda: begun(waited))
     assert waited == ["a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from sglang_adapt.core.block_ids import pack_ids, unpack_ids
@@ -111,7 +112,7 @@ class FakeEngine:
         self.unread = {rid for rid in self.unread if rid in self.running} - set(read)
         if not read or not self.hands_over:
             return read, None
-        told = Prefilled([], [], [])
+        told = Prefilled([], [], [], monotonic())
         for rid in read:
             tokens, blocks = self.running.pop(rid)
             self.holds += 1
@@ -205,7 +206,7 @@ class FakeEngine:
         self.coming |= made
         for number in call.ahead:
             self.early.pop(number, None)
-        return HandoverAnswer(ahead_tokens=came)
+        return HandoverAnswer(ahead_tokens=came, steps_ms={"make": 1.0})
 
     # A switch.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -125,6 +126,12 @@ class Node:
         if told is not None and self.router.engines[name].state is EngineState.READY:
             self.modes.handovers.noticed(name, to_plain(told))
 
+    def said(self) -> dict[str, Any]:
+        """What is told of hand-overs, less how long they took."""
+        said = self.modes.handovers.said()
+        said.pop("steps_ms", None)
+        return said
+
     def stay(self, name: str, rid: str) -> None:
         """An engine that has told of parts decodes the request itself."""
         self.fakes[name].unread.discard(rid)
@@ -139,7 +146,7 @@ class Node:
             return
         for rid in rids:
             fake.running[rid] = fake.coming.pop(rid)
-        self.modes.handovers.noticed(name, to_plain(Arrived(rids)))
+        self.modes.handovers.noticed(name, to_plain(Arrived(rids, monotonic(), {"let in": 1.0})))
         for rid in rids:
             if (name, rid) in self._aborted_coming:
                 self._aborted_coming.discard((name, rid))

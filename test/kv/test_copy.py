@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from sglang_adapt.kv.checksums import CopyMismatch
 from sglang_adapt.kv.copiers import CpuCopier, PageCopier, TritonCopier, UnitShape
 from sglang_adapt.kv.copy import CopyError, DirectExecutor
 from sglang_adapt.kv.geometry import GeometryError, PoolGeometry
+from sglang_adapt.kv.lanes import NOW, Mark, Marks
 from sglang_adapt.kv.plan import CopyBatch
 from sglang_adapt.kv.plan_build import build_plans
 
@@ -155,3 +157,23 @@ def test_ranks_copy_page_by_page_only_if_they_are_told_to() -> None:
     told = KvCopies("tp1@0", GEOMETRY, (0,), 0, region, by_page=True)
     assert type(told._copier) is PageCopier
     assert type(KvCopies("tp1@0", GEOMETRY, (0,), 0, region)._copier) is CpuCopier
+
+
+def test_several_marks_are_one() -> None:
+    events: list[str] = []
+
+    class Event:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def synchronize(self) -> None:
+            events.append(f"waited for {self.name}")
+
+    class Stream:
+        def wait_event(self, event: Event) -> None:
+            events.append(f"after {event.name}")
+
+    marks = Marks([Mark(cast(Any, Event("a"))), NOW, Mark(cast(Any, Event("b")))])
+    marks.hold_back(Stream())
+    marks.wait()
+    assert events == ["after a", "after b", "waited for a", "waited for b"]

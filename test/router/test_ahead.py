@@ -40,7 +40,7 @@ def test_parts_go_ahead_and_only_the_rest_follows() -> None:
         await node.settle()
         node.check()
         assert node.where() == {TAKER: ["a"]}
-        assert node.modes.handovers.said() == {"waiting": 0, "under_way": 0, "handed_over": 1, "ahead_tokens": 160}
+        assert node.said() == {"waiting": 0, "under_way": 0, "handed_over": 1, "ahead_tokens": 160}
         assert calls_to(node, *AHEAD) == ["AheadCall"] * 3 + ["TakeOverCall"]
         assert not node.fakes[TAKER].early
 
@@ -144,7 +144,7 @@ def test_the_taker_dies_and_the_prompt_goes_on() -> None:
         node.prefill()
         await node.settle()
         assert node.where() == {TAKER: ["a"]}
-        assert node.modes.handovers.said() == {"waiting": 0, "under_way": 0, "handed_over": 1, "ahead_tokens": 288}
+        assert node.said() == {"waiting": 0, "under_way": 0, "handed_over": 1, "ahead_tokens": 288}
         node.check()
 
     run(story())
@@ -188,7 +188,7 @@ def test_what_the_taker_gave_up_is_copied_whole() -> None:
         node.prefill()
         await node.settle()
         assert node.where() == {TAKER: ["a"]}
-        assert node.modes.handovers.said() == {"waiting": 0, "under_way": 0, "handed_over": 1}
+        assert node.said() == {"waiting": 0, "under_way": 0, "handed_over": 1}
         node.check()
 
     run(story())
@@ -203,7 +203,8 @@ def test_a_prompt_that_has_been_read_comes_before_those_that_are_being_read() ->
         node.part(SOURCE, "other", 64)
         await node.settle()
         assert len(node.fakes[TAKER].early) == 2
-        takers = node.modes.handovers._takers.now()[TAKER], node.modes.handovers._takers.now(ahead=False)[TAKER]
+        rooms = node.modes.handovers._takers.rooms()
+        takers = rooms.beside[TAKER], rooms.pressed[TAKER]
         assert takers[1].free - takers[0].free == 2 * 600 // 16 + 4
         node.check()
 

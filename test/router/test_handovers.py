@@ -13,6 +13,7 @@ from switch_fakes import FAULTS, ONES, OTHER_SPLIT, SETTINGS, SPECS, SPLIT, TWO,
 from test_modes_random import Story
 
 from sglang_adapt.core.layout import Role
+from sglang_adapt.router.handover_steps import MOST, HandoverSteps
 from sglang_adapt.router.switch import SwitchRefusedError
 
 
@@ -68,13 +69,42 @@ def test_prompts_go_to_the_one_and_are_decoded_by_the_other() -> None:
         await node.settle()
         node.check()
         assert node.where() == {"tp1@1": ["a", "b", "c"]}
-        assert node.modes.handovers.said() == {"waiting": 0, "under_way": 0, "handed_over": 3}
+        assert node.said() == {"waiting": 0, "under_way": 0, "handed_over": 3}
         assert [kind for _, kind in node.calls if kind.endswith("Call")][-2:] == ["TakeOverCall", "LetGoCall"]
         node.finish()
         node.check()
         assert set(node.ended()) == {"a", "b", "c"}
 
     run(story())
+
+
+def test_it_is_told_what_took_how_long() -> None:
+    async def story() -> None:
+        node = await split()
+        assert "steps_ms" not in node.modes.handovers.said()
+        node.request("a", "b")
+        node.prefill()
+        await node.settle()
+        steps = node.modes.handovers.said()["steps_ms"]
+        assert list(steps) == ["tell", "place", "make", "let in", "in all", "arrive"]
+        assert steps["make"] == steps["let in"] == {"p50": 1.0, "p90": 1.0}
+        assert steps["in all"]["p50"] >= steps["tell"]["p50"] + steps["place"]["p50"]
+
+    run(story())
+
+
+def test_steps_are_those_of_the_last_ones_and_of_the_slowest_rank() -> None:
+    steps = HandoverSteps()
+    for _ in range(MOST):
+        steps.add("tell", 1000.0)
+    for ms in range(MOST):
+        steps.add("tell", float(ms))
+    steps.add_ranks([{"make": 1.0, "wait": 3.0}, {"make": 2.0}])
+    assert steps.said() == {
+        "tell": {"p50": MOST / 2, "p90": float(MOST * 9 // 10)},
+        "wait": {"p50": 3.0, "p90": 3.0},
+        "make": {"p50": 2.0, "p90": 2.0},
+    }
 
 
 def test_what_finds_no_room_waits_and_then_goes() -> None:
@@ -85,7 +115,7 @@ def test_what_finds_no_room_waits_and_then_goes() -> None:
         node.prefill()
         await node.until(lambda: ("tp1@1", "TakeOverCall") in node.calls)
         await node.settle()
-        assert node.modes.handovers.said() == {"waiting": 1, "under_way": 0}
+        assert node.said() == {"waiting": 1, "under_way": 0}
         # It is load of the engine that holds it.
         assert list(node.router.engines["tp1@0"].in_flight) == ["a"]
         node.check()
@@ -129,7 +159,7 @@ def test_what_no_engine_that_decodes_holds_is_decoded_where_it_is_at_once() -> N
         node.prefill()
         await node.settle()
         assert node.where() == {"tp1@0": ["too long"], "tp1@1": ["short"]}
-        assert node.modes.handovers.said() == {"waiting": 0, "under_way": 0, "handed_over": 1, "kept": 1}
+        assert node.said() == {"waiting": 0, "under_way": 0, "handed_over": 1, "kept": 1}
         node.check()
 
     run(story())
@@ -147,7 +177,7 @@ def test_a_client_that_goes_while_its_request_waits() -> None:
         await node.settle()
         node.check()
         assert node.ended() == {"a": 1}
-        assert node.modes.handovers.said() == {"waiting": 0, "under_way": 0, "given_up": 1}
+        assert node.said() == {"waiting": 0, "under_way": 0, "given_up": 1}
 
     run(story())
 

@@ -12,6 +12,7 @@ from sglang_adapt.core.handoff import KvSource
 from sglang_adapt.core.handover import AheadCall
 from sglang_adapt.upstream.handoff import early
 from sglang_adapt.upstream.handoff.adopt import AdoptError
+from sglang_adapt.upstream.handoff.agree import UnderWay
 from sglang_adapt.upstream.kv_lease import EngineLease
 
 PAGE = 16
@@ -38,11 +39,11 @@ class Taker:
         )
 
     def bring(self, number: int, first: int, end: int, tokens: int = 101, fails: bool = False) -> None:
-        def start(pages: list[int], fresh: bool) -> early.Wait:
+        def start(pages: list[int], fresh: bool) -> UnderWay:
             if fails:
                 raise ValueError("no such GPU")
             self.done.append(("copy", (pages, fresh)))
-            return lambda: self.done.append(("waited", number))
+            return SimpleNamespace(wait=lambda: self.done.append(("waited", number)), hold_back=lambda stream: None)
 
         call = AheadCall(number, f"r{number}", first, end, tokens, KvSource([0], [[]]))
         early.bring(self.scheduler, call, start, len(self.scheduler.running_batch.reqs))

@@ -289,7 +289,8 @@ class AbortHeldAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnexportableCall(msgspec.Struct, frozen=True, tag=True):
-    """Which requests could not be carried? Changes nothing."""
+    """Which requests could not be carried? Changes nothing but that an export is expected if there are none: see
+    `upstream.handoff.soon`."""
 
 
 class UnexportableAnswer(msgspec.Struct, frozen=True, tag=True):

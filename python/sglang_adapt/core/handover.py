@@ -114,17 +114,26 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True):
         holds: for each the number by which it is held, unique in the life of the engine. Its id is not: a request
             whose taker has died may come back while it is held still.
         blocks: for each request, by rank of the engine, its blocks in token order.
+        settled_s: when their batch was settled, by `time.monotonic`, a clock that all processes of a machine share.
     """
 
     requests: list[CarriedRequest]
     holds: list[int]
     blocks: list[list[list[int]]]
+    settled_s: float = 0.0
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """From a destination: the KV of these is there, on all ranks, and they run."""
+    """From a destination: the KV of these is there, on all ranks, and they run.
+
+    Attributes:
+        ran_s: since when, by `time.monotonic`.
+        steps_ms: what took how long from the answer to the TakeOverCall until then, in milliseconds.
+    """
 
     rids: list[str]
+    ran_s: float = 0.0
+    steps_ms: dict[str, float] = {}
 
 
 class PartRead(msgspec.Struct, frozen=True, tag=True):

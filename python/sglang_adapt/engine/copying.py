@@ -18,7 +18,7 @@ from sglang_adapt.core.handoff import AdoptCall, KvSource, PrecopyCall
 from sglang_adapt.kv.copiers import CpuCopier, PageCopier, TritonCopier, UnitCopier
 from sglang_adapt.kv.copy import DirectExecutor
 from sglang_adapt.kv.geometry import PoolGeometry
-from sglang_adapt.kv.lanes import NOW, Lane, Mark
+from sglang_adapt.kv.lanes import NOW, Lane, Mark, Marks
 from sglang_adapt.kv.plan import CopyBatch, RequestCopy, SourcePlan, batches_to
 from sglang_adapt.kv.plan_build import build_plans
 from sglang_adapt.memory import Region, RegionHandle, attach
@@ -99,8 +99,8 @@ class KvCopies:
         skipped = first // self._geometry.tokens_per_block(len(source.gpus))
         return KvSource(source.gpus, [blocks[skipped:] for blocks in source.blocks])
 
-    def pull(self, pulls: Sequence[Pull], after: Mark) -> Callable[[], None]:
-        """Begin to copy KV, after a mark; what is returned waits until it is there. Raises as `start`."""
+    def pull(self, pulls: Sequence[Pull], after: Mark) -> Marks:
+        """Begin to copy KV, after a mark; what is returned is reached when it is there. Raises as `start`."""
         copies = [
             (
                 pull.source.gpus,
@@ -127,24 +127,18 @@ class KvCopies:
             CopyRefusedError: a source GPU whose region is not mapped.
             PlanError: block lists that do not fit the requests' lengths.
         """
-        return self._start(self._batches(call), after)
+        return self._start(self._batches(call), after).wait
 
-    def _start(self, batches: Sequence[CopyBatch], after: Mark) -> Callable[[], None]:
-        plans = [plan.to_gpu(self._gpu) for plan in build_plans(self._geometry, batches)]
-        needed = {plan.gpu for plan in plans if plan.units}
+    def _start(self, batches: Sequence[CopyBatch], after: Mark) -> Marks:
+        plans = build_plans(self._geometry, batches, self._gpu)
+        needed = {plan.gpu for plan in plans}
         missing = needed - self._mapped.keys() - {self._gpu}
         if missing:
             raise CopyRefusedError(
                 f"{self._engine}: the KV region of GPU {min(missing)} is not mapped on GPU {self._gpu}; "
                 f"send kv_map first"
             )
-        marks = [self._begin(self._executor(plan.gpu), plan, after) for plan in plans if plan.units]
-
-        def wait() -> None:
-            for mark in marks:
-                mark.wait()
-
-        return wait
+        return Marks([self._begin(self._executor(plan.gpu), plan, after) for plan in plans])
 
     @staticmethod
     def _begin(executor: DirectExecutor, plan: SourcePlan, after: Mark) -> Mark:

@@ -19,6 +19,7 @@ import numpy as np
 from sglang_adapt.core import handoff as messages
 from sglang_adapt.core.block_ids import BlockIds, pack_ids, unpack_ids
 from sglang_adapt.core.laps import Laps
+from sglang_adapt.upstream.awake import stay_awake
 from sglang_adapt.upstream.handoff import adopt as adopting
 from sglang_adapt.upstream.handoff import export as exporting
 from sglang_adapt.upstream.handoff.ahead import Ahead
@@ -26,6 +27,7 @@ from sglang_adapt.upstream.handoff.held import Held, held
 from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.handoff.refusals import check_engine
 from sglang_adapt.upstream.handoff.snapshot import Snapshots
+from sglang_adapt.upstream.handoff.soon import expect_export, expect_nothing
 from sglang_adapt.upstream.handoff.state import check_req_attributes
 from sglang_adapt.upstream.kv_lease import EngineLease
 from sglang_adapt.upstream.patch import PATCHES
@@ -90,11 +92,19 @@ class EngineHandoff:
             case messages.AbortHeldCall():
                 return self.abort_held(call)
             case messages.UnexportableCall():
-                return messages.UnexportableAnswer(exporting.unexportable(self._scheduler))
+                return self.unexportable()
         raise TypeError(f"{type(call).__name__} is no message to an engine's rank")
 
+    def unexportable(self) -> messages.UnexportableAnswer:
+        """Which requests could not be carried; if all can be, an export is expected."""
+        reasons = exporting.unexportable(self._scheduler)
+        if not reasons:
+            expect_export(self._scheduler)
+        return messages.UnexportableAnswer(reasons)
+
     def snapshot(self, call: messages.SnapshotCall) -> messages.SnapshotAnswer:
-        """Say what the requests that decode consist of, and give free blocks back; they run on.
+        """Say what the requests that decode consist of, and give free blocks back; they run on, and an export is
+        expected.
 
         Raises:
             StaleHandoffError: the epoch is not newer than the last.
@@ -107,6 +117,7 @@ class EngineHandoff:
         count = lease.spare_pages - call.leave - exporting.pages_of_prompt(self._scheduler)
         given = pack_ids(np.sort(lease.give_back(count))) if count > 0 else b""
         laps.lap("give back")
+        expect_export(self._scheduler)
         return messages.SnapshotAnswer(call.epoch, requests, self._told.all_pages(), given, laps.ms)
 
     def precopy(self, call: messages.PrecopyCall) -> messages.PrecopyAnswer:
@@ -118,6 +129,7 @@ class EngineHandoff:
         """
         if call.epoch < self._epoch:
             raise StaleHandoffError(f"a copy ahead of epoch {call.epoch} came after epoch {self._epoch}")
+        stay_awake(self._scheduler)
         laps = Laps()
         self._ahead = Ahead.bring(
             self._scheduler,
@@ -142,6 +154,7 @@ class EngineHandoff:
                 f"requests of epoch {other.epoch} are held; release or restore them before exporting epoch {call.epoch}"
             )
         laps = Laps()
+        expect_nothing()
         told, self._told = self._told, Snapshots()
         export = exporting.export(self._scheduler, call.epoch, laps, told if told.epoch == call.epoch else None)
         self._epoch = call.epoch

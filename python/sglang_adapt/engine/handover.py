@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,9 +24,11 @@ from sglang_adapt.core.handover import (
 )
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.engine.copying import KvCopies, Pull
-from sglang_adapt.kv.lanes import Mark
+from sglang_adapt.kv.lanes import Mark, Marks
+from sglang_adapt.upstream.awake import stay_awake
 from sglang_adapt.upstream.control import at_rank_0, notify
 from sglang_adapt.upstream.handoff import arrive, early, leave, reading
+from sglang_adapt.upstream.handoff.soon import expect_nothing
 
 
 class EngineHandover:
@@ -52,6 +53,8 @@ class EngineHandover:
         laps = Laps()
         match call:
             case LeaveCall():
+                # Who hands over looks at what the batch in flight has read.
+                expect_nothing()
                 leave.hand_over(_tell if call.on else None)
                 if call.on and call.unit:
                     reading.tell_parts(call.unit, _tell_part, _tell_staying)
@@ -63,11 +66,12 @@ class EngineHandover:
                     call.requests,
                     call.ahead,
                     lambda pages, first, after: self._pull(call, pages, first, after),
-                    lambda rids: notify(self._scheduler, to_plain(Arrived(rids))),
+                    lambda rids, ran_s, steps: notify(self._scheduler, to_plain(Arrived(rids, ran_s, steps))),
                     laps,
                 )
                 return HandoverAnswer(ahead_tokens=came, steps_ms=laps.ms)
             case AheadCall():
+                stay_awake(self._scheduler)
                 arrive.bring_ahead(
                     self._scheduler,
                     call,
@@ -88,7 +92,7 @@ class EngineHandover:
                 return HandoverAnswer(kept, steps_ms=laps.ms)
         return HandoverAnswer(steps_ms=laps.ms)
 
-    def _pull(self, call: TakeOverCall, pages: list[list[int]], first: list[int], after: Mark) -> Callable[[], None]:
+    def _pull(self, call: TakeOverCall, pages: list[list[int]], first: list[int], after: Mark) -> Marks:
         """Begin to bring what has not come ahead."""
         pulls = [
             Pull(request.rid, begin, request.kv_tokens, self._copies.from_token(source, begin), mine)
@@ -97,12 +101,14 @@ class EngineHandover:
         return self._copies.pull(pulls, after)
 
 
-def _tell(scheduler: Any, requests: list[CarriedRequest], holds: list[int], pages: list[list[int]]) -> None:
+def _tell(
+    scheduler: Any, requests: list[CarriedRequest], holds: list[int], pages: list[list[int]], settled_s: float
+) -> None:
     """Tell the router which requests have left, with the blocks of all ranks."""
     ranks = at_rank_0(scheduler, pages)
     if ranks is not None:
         blocks = [[rank[at] for rank in ranks] for at in range(len(requests))]
-        notify(scheduler, to_plain(Prefilled(requests, holds, blocks)))
+        notify(scheduler, to_plain(Prefilled(requests, holds, blocks, settled_s)))
 
 
 def _tell_part(scheduler: Any, part: PartRead) -> None:

@@ -96,7 +96,7 @@ class BlockLedger:
         return ids_of(self._memory.state, self._memory.owner, state, engine)
 
     def count(self, state: BlockState, engine: int | None = None) -> int:
-        return len(self.ids(state, engine))
+        return int(np.count_nonzero(_chosen(self._memory.state, self._memory.owner, state, engine)))
 
     def counts(self) -> dict[BlockState, int]:
         """How many blocks are in each state."""
@@ -212,11 +212,14 @@ class BlockLedger:
                 in another copy, or is to be written twice.
         """
         memory = self._memory
+        state = memory.state[reads]
+        for block in reads[(state != BlockState.LEASED) & (state != BlockState.EXPORTED)]:
+            raise LedgerError(f"GPU {self.gpu}: block {block} is {self._say(block)}; it has nothing to copy")
+        if not len(writes):
+            return
         values, times = np.unique(writes, return_counts=True)
         for block in values[times > 1]:
             raise LedgerError(f"GPU {self.gpu}: block {block} would be written for two requests at once")
-        for block in reads[~np.isin(memory.state[reads], (BlockState.LEASED, BlockState.EXPORTED))]:
-            raise LedgerError(f"GPU {self.gpu}: block {block} is {self._say(block)}; it has nothing to copy")
         for block in writes[memory.state[writes] != BlockState.RESERVED]:
             raise LedgerError(f"GPU {self.gpu}: block {block} is {self._say(block)}; copies write reserved blocks")
         for block in writes[memory.copies[writes] > 0]:
@@ -336,7 +339,11 @@ def ids_of(
     states: npt.NDArray[np.uint8], owners: npt.NDArray[np.uint16], state: BlockState, engine: int | None
 ) -> IntArray:
     """Blocks in a state, ascending; those of one engine if it is given."""
-    chosen = states == state
-    if engine is not None:
-        chosen &= owners == engine
-    return np.flatnonzero(chosen).astype(np.int32)
+    return np.flatnonzero(_chosen(states, owners, state, engine)).astype(np.int32)
+
+
+def _chosen(
+    states: npt.NDArray[np.uint8], owners: npt.NDArray[np.uint16], state: BlockState, engine: int | None
+) -> npt.NDArray[np.bool_]:
+    chosen: npt.NDArray[np.bool_] = states == state
+    return chosen if engine is None else chosen & (owners == engine)

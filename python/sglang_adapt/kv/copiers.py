@@ -16,6 +16,10 @@ from sgl_kernel_ext.kv_copy_reference import QUANTUM_BYTES, copy_units_reference
 
 Records = npt.NDArray[np.int32]
 
+_STAGED_BYTES = 32 * 1024
+"""So much of ordinary memory CUDA takes into a buffer of its own at once, up to 64 KB. Pinned memory would have to be
+found first, and made, in a millisecond, for each size that comes for the first time."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
@@ -73,7 +77,9 @@ class TritonCopier:
 
     def upload(self, records: Records, device: torch.device) -> torch.Tensor:
         host = torch.from_numpy(records)
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        if device.type != "cuda":
+            return host
+        return (host if records.nbytes <= _STAGED_BYTES else host.pin_memory()).to(device, non_blocking=True)
 
     def copy(self, source: torch.Tensor, dests: Sequence[torch.Tensor], table: torch.Tensor, shape: UnitShape) -> None:
         from sgl_kernel_ext.kv_copy import copy_units  # Triton is needed on GPUs only

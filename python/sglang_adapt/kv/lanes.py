@@ -3,6 +3,7 @@ once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,29 @@ class Mark:
     def reached(self) -> bool:
         return self.event is None or bool(self.event.query())
 
+    def hold_back(self, stream: Any) -> None:
+        """What is put into a CUDA stream from now on starts when the mark is reached. The calling thread goes on."""
+        if self.event is not None:
+            stream.wait_event(self.event)
+
 
 NOW = Mark(None)
 """A mark that is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Several marks as one, which is reached when all of them are."""
+
+    marks: Sequence[Mark]
+
+    def wait(self) -> None:
+        for mark in self.marks:
+            mark.wait()
+
+    def hold_back(self, stream: Any) -> None:
+        for mark in self.marks:
+            mark.hold_back(stream)
 
 
 class Lane:

@@ -1,7 +1,7 @@
 """Leases and requests on the move over all GPUs of a node: what the router does to the ledgers.
 
 Ranks of one engine always hold equally many blocks, of different ids. Every change is checked on all of an
-engine's GPUs before it is made on any.
+engine's GPUs before it is made on any; a ledger checks its own part itself.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ class Leases:
     def _begin(self, ticket: CopyTicket, epoch: int) -> CopyTicket:
         ledgers = [self._ledger(gpu) for gpu in ticket.gpus]
         self._require_epoch(ledgers, epoch)
-        for ledger in ledgers:
-            ledger.require_copyable(*_sides(ticket, ledger.gpu))
+        if len(ledgers) > 1:
+            for ledger in ledgers:
+                ledger.require_copyable(*_sides(ticket, ledger.gpu))
         for ledger in ledgers:
             ledger.begin_copy(*_sides(ticket, ledger.gpu), epoch)
         return ticket
@@ -170,6 +171,10 @@ class Leases:
     def lease(self, engine: EngineRanks) -> IntArray:
         """The engine's leased blocks, `[TP size, n]`, ascending."""
         return np.stack([ledger.ids(BlockState.LEASED, engine.number) for ledger in self._of(engine)])
+
+    def leased(self, engine: EngineRanks) -> int:
+        """How many blocks the engine has leased on each of its GPUs."""
+        return self._of(engine)[0].count(BlockState.LEASED, engine.number)
 
     def free(self, engine: EngineRanks) -> int:
         """Blocks that the engine's lease could grow by now: the fewest free ones on any of its GPUs."""
@@ -209,8 +214,9 @@ class Leases:
         rows = np.asarray(ids, dtype=np.int32)
         ledgers = self._of(engine)
         self._require_epoch(ledgers, epoch)
-        for ledger, row in zip(ledgers, rows, strict=True):
-            ledger.require_movable(row, engine.number, before, after)
+        if len(ledgers) > 1:
+            for ledger, row in zip(ledgers, rows, strict=True):
+                ledger.require_movable(row, engine.number, before, after)
         for ledger, row in zip(ledgers, rows, strict=True):
             ledger.move(row, engine.number, before, after, epoch)
 

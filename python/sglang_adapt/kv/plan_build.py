@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 import numpy as np
@@ -15,10 +16,17 @@ from sglang_adapt.kv.plan import CopyBatch, IntArray, PlanError, Route, SourcePl
 _MIX_LEVELS = 1 << 15  # the range of int16, for which numpy sorts by radix
 
 
-def build_plans(geometry: PoolGeometry, batches: Iterable[CopyBatch]) -> tuple[SourcePlan, ...]:
+def build_plans(
+    geometry: PoolGeometry, batches: Iterable[CopyBatch], to_gpu: int | None = None
+) -> tuple[SourcePlan, ...]:
     """Plan the copy of all batches together: one plan for each GPU that has something to send, by GPU.
 
     Batches are interleaved, so that a GPU's writes spread over its destinations at every moment of the copy.
+
+    Args:
+        geometry: the pool's.
+        batches: what moves.
+        to_gpu: plan only what this GPU gets; None for all.
 
     Raises:
         PlanError: too few blocks for a request's tokens, a block id that no request can have, a rank missing
@@ -33,10 +41,9 @@ def build_plans(geometry: PoolGeometry, batches: Iterable[CopyBatch]) -> tuple[S
     for batch in batches:
         flat = _FlatBatch.of(geometry, batch, first_request)
         first_request += len(batch.requests)
-        ways = _ways(geometry, batch)
         cuts: dict[int, _Cut] = {}
         for rank, gpu in enumerate(batch.source):
-            mine = [way for way in ways if way.source_rank == rank]
+            mine = _ways_from(geometry, batch.source, batch.dest, rank, to_gpu)
             if not mine:
                 continue
             tokens, heads = shapes[gpu]
@@ -157,21 +164,30 @@ def _unit_shapes(geometry: PoolGeometry, batches: Sequence[CopyBatch]) -> dict[i
     return shapes
 
 
-def _ways(geometry: PoolGeometry, batch: CopyBatch) -> list[_Way]:
+@lru_cache(maxsize=1024)
+def _ways_from(
+    geometry: PoolGeometry, source: tuple[int, ...], dest: tuple[int, ...], rank: int, to_gpu: int | None
+) -> tuple[_Way, ...]:
+    """The ways from one source rank, to one GPU if it is given. Engines are few, and the same ones copy again."""
+    ways = _ways(geometry, source, dest)
+    return tuple(way for way in ways if way.source_rank == rank and to_gpu in (None, dest[way.dest_rank]))
+
+
+def _ways(geometry: PoolGeometry, source: tuple[int, ...], dest: tuple[int, ...]) -> list[_Way]:
     """Which source rank gives which heads to each destination rank: one on the same GPU if it has them; else
     the replicas of a head share the destinations."""
-    source_tp, dest_tp = len(batch.source), len(batch.dest)
+    source_tp, dest_tp = len(source), len(dest)
     replicas = geometry.replicas(source_tp)
     local = geometry.local_heads(source_tp)
     step = gcd(local, geometry.local_heads(dest_tp))
     taken: dict[int, int] = {}
     ways = []
-    for dest_rank, gpu in enumerate(batch.dest):
+    for dest_rank, gpu in enumerate(dest):
         needed = geometry.head_range(dest_tp, dest_rank)
         for head in range(needed.start, needed.stop, step):
             first_holder = head // local * replicas
             holders = range(first_holder, first_holder + replicas)
-            near = [rank for rank in holders if batch.source[rank] == gpu]
+            near = [rank for rank in holders if source[rank] == gpu]
             if near:
                 source_rank = near[0]
             else:
@@ -194,7 +210,8 @@ def _join_blocks(
     lists = [request.source_blocks if source else request.dest_blocks for request in batch.requests]
     size = geometry.tokens_per_block(tp)
     needed = np.where(end > first, -(-end // size) - first // size, 0)
-    for request, blocks, need in zip(batch.requests, lists, needed.tolist(), strict=True):
+    counts = needed.tolist()
+    for request, blocks, need in zip(batch.requests, lists, counts, strict=True):
         if blocks.ndim != 2 or blocks.shape[0] != tp:
             raise PlanError(
                 f"request {request.rid}: {end_name} blocks have shape {blocks.shape}; TP {tp} needs one row a rank"
@@ -204,7 +221,7 @@ def _join_blocks(
                 f"request {request.rid}: tokens {request.first_token} to {request.end_token} need {need} "
                 f"{end_name} blocks at TP {tp}, but {blocks.shape[1]} are given"
             )
-    joined = np.concatenate([blocks[:, :need] for blocks, need in zip(lists, needed.tolist(), strict=True)], axis=1)
+    joined = np.concatenate([blocks[:, :need] for blocks, need in zip(lists, counts, strict=True)], axis=1)
     starts = np.cumsum(needed) - needed
     if joined.size and (joined.min() <= DUMMY_BLOCK or joined.max() >= geometry.blocks):
         rank, column = np.argwhere((joined <= DUMMY_BLOCK) | (joined >= geometry.blocks))[0]
@@ -225,7 +242,31 @@ def _piece(
     unit_heads: int,
 ) -> _Piece:
     """The units of one batch on one source rank, a unit's routes side by side."""
-    source_tp, dest_tp = len(batch.source), len(batch.dest)
+    routes, source_heads, dest_heads = _routes(geometry, len(batch.source), batch.dest, tuple(ways), unit_heads)
+    count = len(routes)
+    dest_ranks = [route.dest_rank for route in routes]
+    source = cut.source[ways[0].source_rank][:, None] + source_heads
+    dest = cut.dest[dest_ranks].T + dest_heads
+    if count == 1:
+        index = np.zeros(len(cut.tokens), dtype=np.int64)
+        return _Piece(routes, source[:, 0], dest[:, 0], cut.tokens, index, cut.request, cut.place)
+    return _Piece(
+        routes,
+        source.ravel(),
+        dest.ravel(),
+        np.repeat(cut.tokens, count),
+        np.tile(np.arange(count), len(cut.tokens)),
+        np.repeat(cut.request, count),
+        np.repeat(cut.place, count),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _routes(
+    geometry: PoolGeometry, source_tp: int, dest: tuple[int, ...], ways: tuple[_Way, ...], unit_heads: int
+) -> tuple[tuple[Route, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The routes of some ways, and where their heads begin within a token at either end, in quanta."""
+    dest_tp = len(dest)
     head_quanta = geometry.head_bytes // QUANTUM
     routes, source_heads, dest_heads = [], [], []
     for way in ways:
@@ -238,37 +279,29 @@ def _piece(
                 Route(
                     way.source_rank,
                     way.dest_rank,
-                    batch.dest[way.dest_rank],
+                    dest[way.dest_rank],
                     head,
                     geometry.token_bytes(source_tp) // QUANTUM,
                     geometry.token_bytes(dest_tp) // QUANTUM,
                 )
             )
-    count = len(routes)
-    dest_ranks = [route.dest_rank for route in routes]
-    source = cut.source[ways[0].source_rank][:, None] + np.array(source_heads)
-    dest = cut.dest[dest_ranks].T + np.array(dest_heads)
-    return _Piece(
-        tuple(routes),
-        source.ravel(),
-        dest.ravel(),
-        np.repeat(cut.tokens, count),
-        np.tile(np.arange(count), len(cut.tokens)),
-        np.repeat(cut.request, count),
-        np.repeat(cut.place, count),
-    )
+    return tuple(routes), np.array(source_heads), np.array(dest_heads)
 
 
 def _join(
     geometry: PoolGeometry, gpu: int, shape: tuple[int, int], rids: tuple[str, ...], pieces: Sequence[_Piece]
 ) -> SourcePlan:
     """One source GPU's plan from what each batch adds to it, the batches interleaved."""
-    first_route = np.cumsum([0] + [len(piece.routes) for piece in pieces])
-    columns = [
-        np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("source", "dest", "tokens", "request")
-    ]
-    columns.append(np.concatenate([piece.route + base for piece, base in zip(pieces, first_route, strict=False)]))
-    if len(pieces) > 1:
+    if len(pieces) == 1:
+        (one,) = pieces
+        columns = [one.source, one.dest, one.tokens, one.request, one.route]
+    else:
+        first_route = np.cumsum([0] + [len(piece.routes) for piece in pieces])
+        columns = [
+            np.concatenate([getattr(piece, name) for piece in pieces])
+            for name in ("source", "dest", "tokens", "request")
+        ]
+        columns.append(np.concatenate([piece.route + base for piece, base in zip(pieces, first_route, strict=False)]))
         order = np.argsort(np.concatenate([piece.place for piece in pieces]), kind="stable")
         columns = [column[order] for column in columns]
     source, dest, tokens, request, route = (column.astype(np.int32) for column in columns)

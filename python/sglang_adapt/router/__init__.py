@@ -13,6 +13,7 @@
   blocks for the layout's engines; `asking.py`: calls in the messages of `core`; `lives.py`: which engines are up;
 - `handovers.py`: single requests from an engine that prefills to one that decodes: `takers.py`: to which; `moves.py`:
   those under way; `readers.py`: what engines that prefill are told; `ahead.py`: what goes before; `told.py`: counts;
+  `handover_steps.py`: how long steps take;
 - `readback.py`: the layout as engines say it; `repair.py`: requests whose engine has died, with `journal.py`;
 - `admission.py`: requests by tiers, over `records.py`, `tickets.py`, `held.py`, `loads.py`, `prefixes.py`,
   `outputs.py`, `expected.py` and `learning.py`; `tiers.py`: what makes and runs it; `limits.py`: limits of engines'

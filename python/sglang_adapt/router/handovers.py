@@ -99,12 +99,13 @@ class Handovers:
         """Requests that wait at their sources for room."""
         return len(self._waiting)
 
-    def said(self) -> dict[str, int]:
+    def said(self) -> dict[str, Any]:
         """For the control endpoint: requests that wait, are under way, and what has become of others; tokens that had
-        gone ahead."""
+        gone ahead; and what took how long (`HandoverSteps`)."""
         under_way = sum(len(move.due) for move in self._moves)
         ahead = {"ahead_tokens": self.told.ahead_tokens} if self.told.ahead_tokens else {}
-        return {"waiting": self.waiting, "under_way": under_way, **self.told.counts, **ahead}
+        steps = {"steps_ms": steps} if (steps := self.told.steps.said()) else {}
+        return {"waiting": self.waiting, "under_way": under_way, **self.told.counts, **ahead, **steps}
 
     # What happens.
 
@@ -115,10 +116,10 @@ class Handovers:
             # It died after that: what is to be done for its requests is done already.
             return
         match msgspec.convert(payload, HandoverNotice):
-            case Prefilled(requests, holds, blocks):
+            case Prefilled(requests, holds, blocks, settled_s):
                 deaths, now = self._pools.deaths(spec), monotonic()
                 for request, hold, mine in zip(requests, holds, blocks, strict=True):
-                    self._waiting[spec, hold] = Prompt(request, hold, spec, deaths, mine, now)
+                    self._waiting[spec, hold] = Prompt(request, hold, spec, deaths, mine, now, settled_s)
                 self._place()
                 self._look_again()
             case PartRead() as part:
@@ -126,8 +127,8 @@ class Handovers:
                     self._ahead.read(spec, part)
             case PartsStay(rids):
                 self._ahead.forget([going for going in self._ahead if going.source == spec and going.rid in rids])
-            case Arrived(rids):
-                self._moves.landed(spec, rids)
+            case Arrived() as arrived:
+                self._moves.landed(spec, arrived)
 
     def ended(self, engine: Engine) -> None:
         """A request of an engine has ended: there may be room for one that waits."""
@@ -187,7 +188,7 @@ class Handovers:
         moves: dict[tuple[EngineSpec, EngineSpec], list[Prompt]] = {}
         keep: dict[EngineSpec, list[int]] = {}
         forget: dict[EngineSpec, list[int]] = {}
-        rooms = self._takers.rooms() if self._waiting and not self._settling else Rooms()
+        rooms: Rooms | None = None
         now = monotonic()
         for prompt in list(self._waiting.values()):
             source = prompt.source
@@ -197,8 +198,13 @@ class Handovers:
                 forget.setdefault(source, []).append(prompt.hold)
                 self._forget_ahead(prompt)
                 self.told.add("given_up", 1)
-            elif (taker := self._taker(prompt, rooms)) is not None:
-                rooms = rooms.after(taker.name, prompt.request.length, ahead=self._went_ahead(prompt) is not None)
+            elif (taker := self._went_ahead(prompt)) is not None:
+                # There is room for it; rooms are looked at only if someone needs them.
+                if rooms is not None:
+                    rooms = rooms.after(taker.name, prompt.request.length, ahead=True)
+                moves.setdefault((source, taker), []).append(prompt)
+            elif (taker := self._taker(prompt, rooms := rooms or self._rooms(moves))) is not None:
+                rooms = rooms.after(taker.name, prompt.request.length, ahead=False)
                 moves.setdefault((source, taker), []).append(prompt)
             elif self._stays(prompt, now):
                 keep.setdefault(source, []).append(prompt.hold)
@@ -218,15 +224,24 @@ class Handovers:
         """Does an engine read prompts for others now?"""
         return self._router.roles.get(spec.name) is Role.PREFILL
 
+    def _rooms(self, moves: Mapping[tuple[EngineSpec, EngineSpec], Sequence[Prompt]]) -> Rooms:
+        """The room that there is beside requests that are about to move, and of which parts went ahead."""
+        rooms = Rooms() if self._settling else self._takers.rooms()
+        for (_, taker), prompts in moves.items():
+            for prompt in prompts:
+                rooms = rooms.after(taker.name, prompt.request.length, ahead=True)
+        return rooms
+
     def _taker(self, prompt: Prompt, rooms: Rooms) -> EngineSpec | None:
         """Who takes a request over now."""
         if self._settling or not self._reads(prompt.source):
             return None
-        request = prompt.request
-        return self._went_ahead(prompt) or self._takers.choose(rooms, prompt.rid, request.length, request.most_tokens)
+        return self._takers.choose(rooms, prompt.rid, prompt.request.length, prompt.request.most_tokens)
 
     def _went_ahead(self, prompt: Prompt) -> EngineSpec | None:
         """The engine to which parts of a request went ahead, if it takes requests over now."""
+        if self._settling or not self._reads(prompt.source):
+            return None
         going = self._ahead.of(prompt.source, prompt.deaths, prompt.rid)
         taker = None if going is None else going.taker
         return taker if taker is not None and self._takers.may_take(taker) else None

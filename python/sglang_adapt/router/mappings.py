@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -27,11 +27,16 @@ class Mappings:
 
     def has(self, spec: EngineSpec) -> bool:
         """Has an engine mapped all that there is now?"""
+        return bool(self.those([spec]))
+
+    def those(self, specs: Iterable[EngineSpec]) -> list[EngineSpec]:
+        """Those of these engines that have. All keepers are looked at, once."""
         try:
-            return self._mapped.get(spec) == self._wanted(spec)
+            regions = self._regions()
         except KeeperError:
             # One is being started again.
-            return False
+            return []
+        return [spec for spec in specs if self._mapped.get(spec) == (self._pools.deaths(spec), regions)]
 
     async def map(self, spec: EngineSpec) -> None:
         """Let an engine map what it has not. Raises EngineCallError, KeeperError."""

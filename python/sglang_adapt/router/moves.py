@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
 from sglang_adapt.core.handoff import CarriedRequest, KvSource
-from sglang_adapt.core.handover import TakeOverCall
+from sglang_adapt.core.handover import Arrived, TakeOverCall
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.kv.leases import CopyTicket
 from sglang_adapt.kv.ledger_format import LedgerError
@@ -40,6 +40,7 @@ class Prompt:
         deaths: how often the engine had died then.
         blocks: by rank of the source, in token order.
         since_s: when the router was told, by `time.monotonic`.
+        settled_s: when its first token had been sent.
     """
 
     request: CarriedRequest
@@ -48,6 +49,7 @@ class Prompt:
     deaths: int
     blocks: list[list[int]]
     since_s: float
+    settled_s: float
 
     @property
     def rid(self) -> str:
@@ -64,6 +66,7 @@ class Move:
         arrived: set when all have, or the taker has died.
         ahead: what went ahead of each.
         ticket: of what is read.
+        answered_s: when the taker had answered, by `time.monotonic`.
     """
 
     source: EngineSpec
@@ -74,6 +77,7 @@ class Move:
     arrived: asyncio.Future[None]
     ahead: list[Going | None]
     ticket: CopyTicket
+    answered_s: float = 0.0
 
     @property
     def rids(self) -> list[str]:
@@ -140,10 +144,13 @@ class Moves:
         coming = [prompt for move in self._moves if move.taker == taker for prompt in move.prompts]
         return [prompt.request.length for prompt in coming if prompt.rid in self._router.moving.in_flight]
 
-    def landed(self, taker: EngineSpec, rids: Collection[str]) -> None:
+    def landed(self, taker: EngineSpec, arrived: Arrived) -> None:
         """An engine has all KV of requests that it has taken over."""
+        rids = set(arrived.rids)
         for move in [move for move in self._moves if move.taker == taker]:
-            move.due.difference_update(rids)
+            if move.due & rids:
+                self._note(move, arrived)
+            move.due -= rids
             if not move.due and not move.arrived.done():
                 move.arrived.set_result(None)
 
@@ -189,6 +196,7 @@ class Moves:
         sources = [KvSource(list(move.source.gpus), prompt.blocks) for prompt in move.prompts]
         numbers = [0 if going is None else going.number for going in move.ahead]
         call = TakeOverCall([prompt.request for prompt in move.prompts], sources, numbers)
+        asked_s = monotonic()
         try:
             answers = await ask_handover(self._pools, move.taker, call)
         except CallRefusedError as error:
@@ -200,9 +208,12 @@ class Moves:
             await self._end_with_taker(move)
             await self._let_go(move)
             return
-        now = monotonic()
+        move.answered_s = monotonic()
         for prompt in move.prompts:
-            self._told.took(now - prompt.since_s)
+            self._told.took(move.answered_s - prompt.since_s)
+        self._told.steps.add_ranks(answer.steps_ms for answer in answers)
+        for prompt in move.prompts:
+            self._told.steps.add("place", 1e3 * (asked_s - prompt.since_s))
         self._told.add("handed_over", len(move.prompts))
         self._told.ahead_tokens += answers[0].ahead_tokens
         self._router.arrive(self._router.engines[move.taker.name], move.rids)
@@ -213,6 +224,16 @@ class Moves:
         else:
             self._end_copy(move)
         await self._let_go(move)
+
+    def _note(self, move: Move, arrived: Arrived) -> None:
+        """How long it took; a move whose answer was not read yet has come first."""
+        steps = self._told.steps
+        steps.add_ranks([arrived.steps_ms])
+        steps.add("arrive", 1e3 * (monotonic() - move.answered_s) if move.answered_s else 0.0)
+        for prompt in move.prompts:
+            if arrived.ran_s and prompt.settled_s and prompt.rid in arrived.rids:
+                steps.add("tell", 1e3 * (prompt.since_s - prompt.settled_s))
+                steps.add("in all", 1e3 * (arrived.ran_s - prompt.settled_s))
 
     # How a move ends.
 

@@ -132,7 +132,7 @@ class Pools:
             return 0, 0
         if spec not in self._counts:
             ranks = self._ranks[spec]
-            self._counts[spec] = (self._leases.lease(ranks).shape[1], self._leases.free(ranks))
+            self._counts[spec] = (self._leases.leased(ranks), self._leases.free(ranks))
         return self._counts[spec]
 
     def states(self) -> dict[int, dict[str, int]]:

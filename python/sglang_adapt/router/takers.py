@@ -49,27 +49,37 @@ class Takers:
 
     def may_take(self, spec: EngineSpec) -> bool:
         """Does an engine take requests over now, if it has room?"""
-        role = self._router.roles.get(spec.name)
-        ready = self._router.engines[spec.name].state is EngineState.READY and self._mappings.has(spec)
-        return ready and role is not None and role is not Role.PREFILL
+        return self._decodes(spec) and self._mappings.has(spec)
 
     def rooms(self) -> Rooms:
         """What those have that can."""
-        return Rooms(self.now(), self.now(ahead=False))
+        pressed = self._now()
+        return Rooms({name: self._beside(taker) for name, taker in pressed.items()}, pressed)
 
-    def now(self, *, ahead: bool = True) -> dict[str, Taker]:
-        """The engines that can take requests over now; their room with or without what goes ahead to them."""
+    def _now(self) -> dict[str, Taker]:
+        """The engines that can take requests over now, and their room without what goes ahead to them."""
         takers = {}
-        for name in self._router.roles:
-            spec, engine = self._specs[name], self._router.engines[name]
-            if spec in self.full or not self.may_take(spec):
-                continue
+        able = [self._specs[name] for name in self._router.roles]
+        for spec in self._mappings.those(spec for spec in able if spec not in self.full and self._decodes(spec)):
+            engine = self._router.engines[spec.name]
             page = self._pools.settings.geometry.tokens_per_block(spec.tp)
-            on_the_way = [*self._coming(spec), *(self._ahead(spec) if ahead else ())]
+            coming = list(self._coming(spec))
             held = sum(engine.in_flight.values()) + sum(len(self._router.journal[rid].ids) for rid in engine.in_flight)
-            requests = len(engine.in_flight) + len(on_the_way)
-            takers[name] = Taker(name, page, self._pools.counts(spec)[0], held + sum(on_the_way), requests)
+            requests = len(engine.in_flight) + len(coming)
+            takers[spec.name] = Taker(spec.name, page, self._pools.counts(spec)[0], held + sum(coming), requests)
         return takers
+
+    def _beside(self, taker: Taker) -> Taker:
+        """An engine's room beside what goes ahead to it."""
+        for tokens in self._ahead(self._specs[taker.name]):
+            taker = taker.after(tokens)
+        return taker
+
+    def _decodes(self, spec: EngineSpec) -> bool:
+        """Is an engine there, and not only to read?"""
+        role = self._router.roles.get(spec.name)
+        there = self._router.engines[spec.name].state is EngineState.READY
+        return there and role is not None and role is not Role.PREFILL
 
     def choose(self, rooms: Rooms, rid: str, length: int, most_tokens: int) -> EngineSpec | None:
         """Who takes over a request that has been read; None if nobody has room."""
@@ -79,7 +89,7 @@ class Takers:
 
     def choose_ahead(self, rid: str, length: int, most_tokens: int) -> EngineSpec | None:
         """Who has room for all of a request that is still being read, beside all others; None if nobody has."""
-        takers = self.now()
+        takers = self.rooms().beside
         holding = self._holding(takers, rid, most_tokens)
         taker = choose_taker([takers[name] for name in holding], length, self._within_targets(rid, holding))
         return None if taker is None else self._specs[taker.name]

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from sglang_adapt.router.handover_steps import HandoverSteps
+
 
 @dataclass
 class Told:
@@ -15,6 +17,7 @@ class Told:
         counts: `handed_over`, `kept` (decoded where they were prefilled, for want of room or of roles), `recomputed`
             (their taker died) and `given_up` (by their clients, on the way).
         ahead_tokens: of those handed over, tokens whose KV had gone ahead.
+        steps: how long the steps of those handed over took.
         count: called with an outcome and how many requests it had.
         took: called with the seconds of each hand-over, from the source's word to the taker's answer.
         waits: called with how many requests wait for room now.
@@ -22,6 +25,7 @@ class Told:
 
     counts: Counter[str] = field(default_factory=Counter)
     ahead_tokens: int = 0
+    steps: HandoverSteps = field(default_factory=HandoverSteps)
     count: Callable[[str, int], None] = lambda outcome, requests: None
     took: Callable[[float], None] = lambda seconds: None
     waits: Callable[[int], None] = lambda requests: None

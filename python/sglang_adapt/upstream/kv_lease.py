@@ -119,4 +119,4 @@ class EngineLease:
         self.allocator.free_pages = pages
 
     def _tensor(self, pages: IntArray) -> torch.Tensor:
-        return torch.from_numpy(pages).to(dtype=torch.int64, device=self.allocator.device)
+        return torch.from_numpy(pages).to(self.allocator.device, non_blocking=True).to(torch.int64)

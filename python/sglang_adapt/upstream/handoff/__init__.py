@@ -1,9 +1,9 @@
 """Taking running requests out of a stock scheduler and putting them into another one.
 
 `state` says what a request consists of, `pack` turns one into bytes and back, `refusals` names what cannot be carried;
-`quiesce` stops a scheduler, `held` keeps what it has given out, `export` and `adopt` are the two ends of a switch,
-`leave` and `arrive` those of a hand-over while all serve, `reading` and `early` those of what goes
-ahead of it, `batch` makes requests run whose KV is there.
+`quiesce` stops a scheduler, `soon` lets one look for messages between batches before that, `held` keeps what it has
+given out, `export` and `adopt` are the two ends of a switch, `leave` and `arrive` those of a hand-over while all serve,
+`reading` and `early` those of what goes ahead of it, `batch` makes requests run whose KV is there.
 `engine.handoff` and `engine.handover` are the ways in.
 """
 

@@ -187,7 +187,8 @@ def seat(scheduler: Any, arrivals: Sequence[Arrival]) -> None:
     pages = np.zeros((len(arrivals), max(len(arrival.pages) for arrival in arrivals)), dtype=np.int32)
     for row, arrival in zip(pages, arrivals, strict=True):
         row[: len(arrival.pages)] = arrival.pages
-    seats = torch.tensor([arrival.req.req_pool_idx for arrival in arrivals]).to(pool.req_to_token.device)
+    seats = torch.tensor([arrival.req.req_pool_idx for arrival in arrivals])
+    seats = seats.to(pool.req_to_token.device, non_blocking=True)
     rows = slots_of(scheduler, pages)[:, : pool.req_to_token.shape[1]].to(torch.int32)
     pool.write((seats, slice(0, rows.shape[1])), rows)
     for arrival in arrivals:
@@ -263,5 +264,5 @@ def slots_of(scheduler: Any, pages: npt.ArrayLike) -> torch.Tensor:
     """All KV slots of pages `[..., n]` in order, int64 `[..., n * page size]`."""
     size = scheduler.page_size
     table = torch.from_numpy(np.asarray(pages, dtype=np.int32))
-    first = table.to(scheduler.token_to_kv_pool_allocator.device, torch.int64) * size
+    first = table.to(scheduler.token_to_kv_pool_allocator.device, non_blocking=True).to(torch.int64) * size
     return (first[..., None] + torch.arange(size, device=first.device)).flatten(-2)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sglang_adapt.upstream.rank_link import link_of
 
 Result = TypeVar("Result")
-Wait = Callable[[], None]
+
+
+class UnderWay(Protocol):
+    """What has begun on a rank, `kv.lanes.Marks`."""
+
+    def wait(self) -> None:
+        """Until it has ended."""
+
+    def hold_back(self, stream: Any) -> None:
+        """What is put into a stream of the rank's GPU from now on starts when it has ended."""
 
 
 class OtherRankFailedError(RuntimeError):
@@ -34,19 +43,19 @@ def on_all_ranks(scheduler: Any, what: str, function: Callable[[], Result]) -> R
     return result
 
 
-def start_on_all_ranks(scheduler: Any, what: str, start: Callable[[], Wait]) -> Wait:
-    """Begin something on every rank of the engine at once; returns what waits for its end here.
+def start_on_all_ranks(scheduler: Any, what: str, start: Callable[[], UnderWay]) -> UnderWay:
+    """Begin something on every rank of the engine at once; returns what is under way here.
 
     Raises:
         OtherRankFailedError, Exception: as `on_all_ranks`; nothing is under way then.
     """
-    started: list[Wait] = []
+    started: list[UnderWay] = []
     try:
         on_all_ranks(scheduler, what, lambda: started.append(start()))
     except Exception:
         # Nobody may get the pages while they are being written.
-        for wait in started:
-            wait()
+        for one in started:
+            one.wait()
         raise
     return started[0]
 

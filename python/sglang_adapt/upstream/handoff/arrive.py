@@ -2,9 +2,11 @@
 next batch after it. What has come ahead (`early`) is not copied again.
 
 Taken up in the dispatcher, on all ranks in the same iteration: what can fail comes first. The copy starts after the
-batch in flight, because a page may just have been left by a request that this batch still computes. An engine that runs
-something goes on meanwhile, and lets the requests in before the batch after the next; an idle one waits for the copy.
-Where room was made ahead, the copy starts at once, and the requests are in the next batch if little is left to copy.
+batch in flight, because a page may just have been left by a request that this batch still computes; where room was made
+ahead, at once. Nobody waits for it but the batch that the requests are in, on the GPU: the host makes that batch
+meanwhile. An idle engine lets them in at once, and so does a busy one if little is to be copied; else it lets them in
+before the batch after the next, so that what runs need not wait. The batch after that the copy has ended, and it is
+told.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from time import monotonic
 from typing import Any
 
 from sglang_adapt.core.handoff import CarriedRequest
@@ -20,7 +23,7 @@ from sglang_adapt.core.laps import Laps
 from sglang_adapt.kv.lanes import NOW, Mark
 from sglang_adapt.upstream.handoff import early
 from sglang_adapt.upstream.handoff.adopt import AdoptError, Arrival, check_fits, seat
-from sglang_adapt.upstream.handoff.agree import on_all_ranks, start_on_all_ranks
+from sglang_adapt.upstream.handoff.agree import UnderWay, on_all_ranks, start_on_all_ranks
 from sglang_adapt.upstream.handoff.batch import join_running
 from sglang_adapt.upstream.handoff.grammar import rebuild_grammar
 from sglang_adapt.upstream.handoff.iteration import before_each_batch
@@ -29,12 +32,15 @@ from sglang_adapt.upstream.handoff.quiesce import requests_of
 from sglang_adapt.upstream.kv_lease import EngineLease
 
 AT_ONCE = 2048
-"""So many tokens of the requests of a call, less what came ahead, are waited for by an engine that runs something, if
-their copy need not start after the batch in flight: a millisecond at most, while that batch is computed."""
+"""So many tokens of the requests of a call, less what came ahead, may hold up the next batch of an engine that runs
+something: a millisecond at most, and nothing where the copy runs beside the batch in flight."""
 
-StartCopy = Callable[[list[list[int]], list[int], Mark], Callable[[], None]]
+StartCopy = Callable[[list[list[int]], list[int], Mark], UnderWay]
 """`start_copy(pages, first, after)`: begins, after a mark, to bring the KV of each request, from its token `first` on,
-into these pages of this rank, of which the first holds that token; what it returns waits for the end."""
+into these pages of this rank, of which the first holds that token."""
+
+Landed = Callable[[list[str], float, dict[str, float]], None]
+"""`landed(rids, ran_s, steps_ms)`: the KV of requests is there; since when they run, and what that took."""
 
 
 @dataclass
@@ -42,23 +48,33 @@ class _Coming:
     """Requests whose KV is being copied.
 
     Attributes:
-        wait: for the copy.
-        landed: called when they run, with their ids.
+        copies: of their KV.
+        landed: called when they run and their KV is there.
         due: they get in before the next batch.
+        laps: since they were taken over.
+        ran_s: when they got in, by `time.monotonic`.
     """
 
     arrivals: list[Arrival]
-    wait: Callable[[], None]
-    landed: Callable[[list[str]], None]
+    copies: list[UnderWay]
+    landed: Landed
     due: bool
+    laps: Laps
+    ran_s: float = 0.0
+
+    @property
+    def reqs(self) -> list[Any]:
+        return [arrival.req for arrival in self.arrivals]
 
 
 _coming: list[_Coming] = []
+_let_in: list[_Coming] = []
+"""Those that run, by a batch that waits for their KV, and of which it has not been told that it is there."""
 _aborted: list[tuple[str, bool]] = []
 
 
 def coming() -> int:
-    """Requests whose KV is being copied."""
+    """Requests whose KV is being copied, and that do not run yet."""
     return sum(len(one.arrivals) for one in _coming)
 
 
@@ -73,7 +89,7 @@ def take_over(
     requests: Sequence[CarriedRequest],
     ahead: Sequence[int],
     start_copy: StartCopy,
-    landed: Callable[[list[str]], None],
+    landed: Landed,
     laps: Laps,
 ) -> int:
     """Make room for requests and begin to bring what has not come ahead of their KV. Returns how many tokens had.
@@ -81,7 +97,7 @@ def take_over(
     Args:
         requests: of kind RUNNING.
         ahead: for each the number by which parts of it came ahead, or 0.
-        landed: called when their KV is there on all ranks, and they run.
+        landed: called when they run, and their KV is there on all ranks.
         laps: gets the time of each step.
 
     Raises:
@@ -113,21 +129,17 @@ def take_over(
         early.free(scheduler, [page for mine in pages for page in mine])
         raise
     laps.lap("start copy")
-
-    def wait_for_all() -> None:
-        for wait in [*(one.wait for one in there), copy]:
-            wait()
-
     early.take(ahead)
     early.free(scheduler, [page for one, count in zip(there, needed, strict=True) for page in one.pages[count:]])
     arrivals = [Arrival(unpacked, mine, runs=True) for unpacked, mine in zip(made, whole, strict=True)]
     idle = scheduler.last_batch is None or scheduler.running_batch.is_empty()
     little = sum(request.kv_tokens for request in requests) - sum(first) <= AT_ONCE
-    _coming.append(_Coming(arrivals, wait_for_all, landed, due=idle or (ready and little)))
+    copies = [*(before for one in there for before in one.copies), copy]
+    _coming.append(_Coming(arrivals, copies, landed, idle or little, Laps()))
     return sum(first)
 
 
-def bring_ahead(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], Mark], Callable[[], None]]) -> None:
+def bring_ahead(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], Mark], UnderWay]) -> None:
     """Make room for a request that is read elsewhere, and begin to bring the KV of a part. Raises as `early.bring`."""
     after = _after_batch(scheduler)
     early.bring(
@@ -137,27 +149,47 @@ def bring_ahead(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int]
 
 @before_each_batch
 def land(scheduler: Any) -> bool:
-    """Let requests in whose copy had a batch to run beside."""
+    """Let requests in that are due, and tell of those that were let in before."""
+    before, _let_in[:] = list(_let_in), []
     due = [one for one in _coming if one.due or scheduler.last_batch is None]
     _coming[:] = [one for one in _coming if one not in due]
     for one in _coming:
         one.due = True
-    if not due:
-        return False
+    if due:
+        _seat(scheduler, due)
+    if before:
+        _tell(scheduler, before)
+    return bool(due)
 
-    def wait() -> None:
-        for one in due:
-            one.wait()
 
-    on_all_ranks(scheduler, "copy", wait)
-    arrivals = [arrival for one in due for arrival in one.arrivals]
-    seat(scheduler, arrivals)
-    join_running(scheduler, [arrival.req for arrival in arrivals])
+def _seat(scheduler: Any, due: Sequence[_Coming]) -> None:
+    """Let requests into the next batch, which waits for their KV."""
     for one in due:
-        one.landed([arrival.req.rid for arrival in one.arrivals])
+        one.laps.lap("wait for batch")
+    seat(scheduler, [arrival for one in due for arrival in one.arrivals])
+    join_running(scheduler, [req for one in due for req in one.reqs])
+    stream = _forward_stream(scheduler)
+    for one in due:
+        for copy in one.copies:
+            copy.hold_back(stream)
+        one.laps.lap("let in")
+        one.ran_s = monotonic()
+    _let_in.extend(due)
     if _aborted:
         _carry_out_aborts(scheduler)
-    return True
+
+
+def _tell(scheduler: Any, ran: Sequence[_Coming]) -> None:
+    """Tell that the KV of requests is there. The batch that waits for it has been launched, so nobody else waits."""
+
+    def wait() -> None:
+        for one in ran:
+            for copy in one.copies:
+                copy.wait()
+
+    on_all_ranks(scheduler, "copy", wait)
+    for one in ran:
+        one.landed([req.rid for req in one.reqs], one.ran_s, one.laps.ms)
 
 
 def _carry_out_aborts(scheduler: Any) -> None:
@@ -203,6 +235,17 @@ def _allocate(scheduler: Any, counts: Sequence[int]) -> list[list[int]]:
     """Pages of the lease for each request, after `_check_room`."""
     pages = early.allocate(scheduler, sum(counts))
     return [pages[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def _forward_stream(scheduler: Any) -> Any:
+    """The stream that batches are computed in; None on a CPU."""
+    if scheduler.device == "cpu":
+        return None
+    if scheduler.enable_overlap:
+        return scheduler.forward_stream
+    import torch
+
+    return torch.cuda.current_stream()
 
 
 def _after_batch(scheduler: Any) -> Mark:

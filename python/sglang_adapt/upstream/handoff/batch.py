@@ -44,17 +44,18 @@ def _decode_batch(scheduler: Any, reqs: list[Any]) -> Any:
         scheduler.enable_overlap,
         scheduler.spec_algorithm,
     )
+    # Small copies out of ordinary memory: CUDA has read it when they return, so that nobody need wait for the stream.
     device = batch.device
     slots = torch.tensor([req.req_pool_idx for req in reqs], dtype=torch.int64)
     lengths = torch.tensor([req.kv_committed_len for req in reqs], dtype=torch.int64)
     last_tokens = torch.tensor([req.output_ids[-1] for req in reqs], dtype=torch.int64)
     batch.forward_mode = ForwardMode.DECODE
-    batch.req_pool_indices, batch.req_pool_indices_cpu = slots.to(device), slots
-    batch.seq_lens, batch.seq_lens_cpu = lengths.to(device), lengths.clone()
-    batch.orig_seq_lens = lengths.to(device, torch.int32)
+    batch.req_pool_indices, batch.req_pool_indices_cpu = slots.to(device, non_blocking=True), slots
+    batch.seq_lens, batch.seq_lens_cpu = lengths.to(device, non_blocking=True), lengths.clone()
+    batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
     batch.seq_lens_sum = int(lengths.sum())
     batch.multimodal_inputs = [None] * len(reqs)
-    _relay(scheduler, batch.req_pool_indices, last_tokens.to(device))
+    _relay(scheduler, batch.req_pool_indices, last_tokens.to(device, non_blocking=True))
     batch.input_ids = None
     if batch.return_logprob:
         batch.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_adapt.core.handover import AheadCall
 from sglang_adapt.upstream.handoff.adopt import AdoptError, slots_of
-from sglang_adapt.upstream.handoff.agree import Wait, start_on_all_ranks
+from sglang_adapt.upstream.handoff.agree import UnderWay, start_on_all_ranks
 from sglang_adapt.upstream.handoff.iteration import before_each_batch
 from sglang_adapt.upstream.kv_lease import EngineLease
 
@@ -26,7 +26,7 @@ class Early:
         rid: its id.
         pages: of this rank, for all of the request, in token order.
         tokens: whose KV has come or is coming; they fill pages.
-        waits: for the copies.
+        copies: of the parts.
         fresh: the pages have just been taken: the batch that was in flight then may still write to them, for a request
             that has left them.
     """
@@ -34,13 +34,13 @@ class Early:
     rid: str = ""
     pages: list[int] = field(default_factory=list)
     tokens: int = 0
-    waits: list[Wait] = field(default_factory=list)
+    copies: list[UnderWay] = field(default_factory=list)
     fresh: bool = True
 
     def wait(self) -> None:
         """Until nothing is being copied."""
-        for wait in self.waits:
-            wait()
+        for copy in self.copies:
+            copy.wait()
 
 
 NOTHING = Early()
@@ -69,12 +69,11 @@ def take(numbers: Collection[int]) -> None:
         _early.pop(number, None)
 
 
-def bring(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], bool], Wait], needed_soon: int) -> None:
+def bring(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], bool], UnderWay], needed_soon: int) -> None:
     """Make room for a request, if it has none yet, and begin to bring a part of it.
 
     Args:
-        start_copy: begins to bring the part into these pages of this rank, which are fresh or not; what it returns
-            waits for the end.
+        start_copy: begins to bring the part into these pages of this rank, which are fresh or not.
         needed_soon: pages that others may need.
 
     Raises:
@@ -102,12 +101,12 @@ def bring(scheduler: Any, call: AheadCall, start_copy: Callable[[list[int], bool
     if call.end > call.first:
         try:
             pages = there.pages[call.first // size : call.end // size]
-            wait = start_on_all_ranks(scheduler, "start a copy ahead", lambda: start_copy(pages, there.fresh))
+            copy = start_on_all_ranks(scheduler, "start a copy ahead", lambda: start_copy(pages, there.fresh))
         except Exception:
             if call.number not in _early:
                 free(scheduler, there.pages)
             raise
-        there.waits.append(wait)
+        there.copies.append(copy)
     there.tokens = call.end
     _early[call.number] = there
 

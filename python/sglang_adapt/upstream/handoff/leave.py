@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from sglang_adapt.core.handoff import CarriedRequest, RequestKind
@@ -25,9 +26,9 @@ from sglang_adapt.upstream.handoff.refusals import reason_to_stay
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[Any, list[CarriedRequest], list[int], list[list[int]]], None]
-"""`tell(scheduler, requests, holds, pages)`: the requests on rank 0 only, the number by which each is held, and its
-pages on every rank."""
+Tell = Callable[[Any, list[CarriedRequest], list[int], list[list[int]], float], None]
+"""`tell(scheduler, requests, holds, pages, settled_s)`: the requests on rank 0 only, the number by which each is held,
+its pages on every rank, and when the last batch was settled, by `time.monotonic`."""
 
 
 @dataclass
@@ -96,6 +97,7 @@ def leave(scheduler: Any) -> bool:
 def _take_out(scheduler: Any, ended: Collection[str]) -> list[Any]:
     """Settle the last batch, and take those out that can be handed over; returns them."""
     drain(scheduler)
+    settled_s = monotonic()
     reqs = [req for req in scheduler.running_batch.reqs if req.rid in ended and _may_leave(req)]
     if not reqs:
         return []
@@ -112,13 +114,14 @@ def _take_out(scheduler: Any, ended: Collection[str]) -> list[Any]:
     except (ExportError, OtherRankFailedError) as error:
         logger.error("%d requests are decoded here, because they cannot be handed over: %s", len(reqs), error)
         return []
-    rids = {req.rid for req in reqs}
-    take(scheduler, lambda req: req.rid in rids)
     holds = list(range(_leaving.last + 1, _leaving.last + 1 + len(reqs)))
     _leaving.last += len(reqs)
-    _leaving.held |= dict(zip(holds, reqs, strict=True))
+    # Told first: what others say to it is heard after this.
     assert _leaving.tell is not None
-    _leaving.tell(scheduler, requests, holds, pages)
+    _leaving.tell(scheduler, requests, holds, pages, settled_s)
+    rids = {req.rid for req in reqs}
+    take(scheduler, lambda req: req.rid in rids)
+    _leaving.held |= dict(zip(holds, reqs, strict=True))
     return reqs
 
 
