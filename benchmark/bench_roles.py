@@ -26,6 +26,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -129,13 +130,10 @@ class Bench:
             layouts = Layouts(session, self._url)
             mixed = ",".join(part.partition(":")[0] for part in self._o.split.split(","))
             for layout in (self._o.split, mixed):
-                await self._part(f"to {layout}", lambda layout=layout: layouts.switch(layout))
+                await self._part(f"to {layout}", partial(layouts.switch, layout))
                 for beside in self._o.beside:
-                    await self._part(
-                        f"handover, {layout}, {beside} beside",
-                        lambda layout=layout, beside=beside: self._handover(layout, beside),
-                    )
-                await self._part(f"decode, {layout}", lambda layout=layout: self._decode(layout))
+                    await self._part(f"handover, {layout}, {beside} beside", partial(self._handover, layout, beside))
+                await self._part(f"decode, {layout}", partial(self._decode, layout))
                 said = await layouts.get()
                 self._result.setdefault("handovers", {})[layout] = said["handovers"]
 

@@ -25,6 +25,10 @@ from sglang_adapt.memory import Region, RegionHandle, attach
 
 logger = logging.getLogger(__name__)
 
+_PROGRAMS_BESIDE_WORK = 64
+"""Of a copy that goes ahead while its GPU serves: of 16, 32, 64 and the whole grid the number that costs a decode step
+beside it the least in all (1.23 times as long, not 1.45; 143 GB/s, not 189; `bench_kv_copy_2xH200.json`)."""
+
 
 class CopyRefusedError(RuntimeError):
     """KV that cannot be brought here; the text names the GPU. Nothing was copied."""
@@ -78,11 +82,14 @@ class KvCopies:
         self._mapped: dict[int, Region] = {}
         self._lanes: dict[int, Lane] = {}
         self._copier: UnitCopier
+        self._ahead_copier: UnitCopier
         if by_page:
             logger.info("KV arrives with a copy for each page, layer, K and V")
-            self._copier = PageCopier()
+            self._copier = self._ahead_copier = PageCopier()
+        elif region.device.type == "cuda":
+            self._copier, self._ahead_copier = TritonCopier(), TritonCopier(_PROGRAMS_BESIDE_WORK)
         else:
-            self._copier = TritonCopier() if region.device.type == "cuda" else CpuCopier()
+            self._copier = self._ahead_copier = CpuCopier()
 
     def map(self, handles: Mapping[int, RegionHandle]) -> None:
         """Map the regions of other GPUs, by the deployment's index; those that are mapped already stay.
@@ -99,8 +106,12 @@ class KvCopies:
         skipped = first // self._geometry.tokens_per_block(len(source.gpus))
         return KvSource(source.gpus, [blocks[skipped:] for blocks in source.blocks])
 
-    def pull(self, pulls: Sequence[Pull], after: Mark) -> Marks:
-        """Begin to copy KV, after a mark; what is returned is reached when it is there. Raises as `start`."""
+    def pull(self, pulls: Sequence[Pull], after: Mark, *, ahead: bool = False) -> Marks:
+        """Begin to copy KV, after a mark; what is returned is reached when it is there. Raises as `start`.
+
+        Args:
+            ahead: nobody waits for it, and it leaves most of the GPU to what runs there.
+        """
         copies = [
             (
                 pull.source.gpus,
@@ -116,20 +127,20 @@ class KvCopies:
             for pull in pulls
             if pull.first < pull.end
         ]
-        return self._start(batches_to(self._gpus, copies), after)
+        return self._start(batches_to(self._gpus, copies), after, ahead)
 
     def start(self, call: AdoptCall | PrecopyCall, after: Mark = NOW) -> Callable[[], None]:
         """Begin to copy what this rank's blocks of `call` are to hold; what is returned waits until it is there.
 
-        The copies from different GPUs run side by side, each from `after` on.
+        The copies from different GPUs run side by side, each from `after` on. Those of a PrecopyCall go ahead.
 
         Raises:
             CopyRefusedError: a source GPU whose region is not mapped.
             PlanError: block lists that do not fit the requests' lengths.
         """
-        return self._start(self._batches(call), after).wait
+        return self._start(self._batches(call), after, isinstance(call, PrecopyCall)).wait
 
-    def _start(self, batches: Sequence[CopyBatch], after: Mark) -> Marks:
+    def _start(self, batches: Sequence[CopyBatch], after: Mark, ahead: bool) -> Marks:
         plans = build_plans(self._geometry, batches, self._gpu)
         needed = {plan.gpu for plan in plans}
         missing = needed - self._mapped.keys() - {self._gpu}
@@ -138,7 +149,7 @@ class KvCopies:
                 f"{self._engine}: the KV region of GPU {min(missing)} is not mapped on GPU {self._gpu}; "
                 f"send kv_map first"
             )
-        return Marks([self._begin(self._executor(plan.gpu), plan, after) for plan in plans])
+        return Marks([self._begin(self._executor(plan.gpu, ahead), plan, after) for plan in plans])
 
     @staticmethod
     def _begin(executor: DirectExecutor, plan: SourcePlan, after: Mark) -> Mark:
@@ -146,11 +157,12 @@ class KvCopies:
         executor.lane.after(after)
         return executor.launch(prepared)
 
-    def _executor(self, source: int) -> DirectExecutor:
+    def _executor(self, source: int, ahead: bool) -> DirectExecutor:
         regions = {self._gpu: self._own, source: self._view(source)}
         if source not in self._lanes:
             self._lanes[source] = Lane(self._own.device)
-        return DirectExecutor(self._geometry, source, regions, self._copier, self._lanes[source])
+        copier = self._ahead_copier if ahead else self._copier
+        return DirectExecutor(self._geometry, source, regions, copier, self._lanes[source])
 
     def _view(self, gpu: int) -> torch.Tensor:
         if gpu == self._gpu:

@@ -76,7 +76,7 @@ class EngineHandover:
                     self._scheduler,
                     call,
                     lambda pages, after: self._copies.pull(
-                        [Pull(call.rid, call.first, call.end, call.source, pages)], after
+                        [Pull(call.rid, call.first, call.end, call.source, pages)], after, ahead=True
                     ),
                 )
                 laps.lap("start copy")
