@@ -13,6 +13,15 @@ from sglang_adapt.upstream import cuda_facts
 stock = (
     torch._C._get_accelerator, torch._C._accelerator_getAccelerator, torch.cuda.get_device_name, torch.cuda._lazy_init
 )
+torch.cuda.current_device = lambda: 1
+
+
+# Keeps what it asks with, as Triton's driver does.
+class Driver:
+    def __init__(self):
+        self.current_device = torch.cuda.current_device
+
+
 cuda_facts.answer_from([{"name": "a GPU", "major": 9, "minor": 0}, {"name": "another", "major": 8, "minor": 6}])
 assert torch.get_device_module() is torch.cuda
 assert torch.accelerator.current_accelerator() == torch.device("cuda")
@@ -22,8 +31,11 @@ try:
     torch.cuda._lazy_init()
 except cuda_facts.CudaInitialisedError:
     print("refused")
+driver = Driver()
+assert driver.current_device() == 0
 cuda_facts.give_back_cuda()
 cuda_facts.give_back_cuda()
+assert driver.current_device() == torch.cuda.current_device() == 1
 assert stock == (
     torch._C._get_accelerator, torch._C._accelerator_getAccelerator, torch.cuda.get_device_name, torch.cuda._lazy_init
 )

@@ -3,15 +3,18 @@
 A process that has initialised CUDA cannot be forked, but importing sglang asks torch for compute capabilities, device
 properties and the kind of accelerator (`torch.get_device_module()`), which initialises it. The forkserver therefore has
 a child process ask, answers from what the child found, and refuses anything that would initialise CUDA. A forked rank
-takes the answers away again before it uses its GPU.
+takes the answers away again before it uses its GPU. What has kept such a function meanwhile is asking torch itself from
+then on: Triton's driver, made in an import, would else take the first GPU's stream for all GPUs for ever.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +34,7 @@ _NOT_INITIALISED = 3
 """CUDA_ERROR_NOT_INITIALIZED of the driver API."""
 
 _stock: list[tuple[Any, str, Any]] = []
+"""What has been replaced, while questions are answered here."""
 
 
 class CudaInitialisedError(RuntimeError):
@@ -89,8 +93,19 @@ def answer_from(devices: list[dict[str, Any]]) -> None:
     replace = [(torch.cuda, name, ours[name]) for name in _REPLACED]
     replace += [(torch._C, name, accelerator) for name in _ACCELERATOR]
     for module, name, function in replace:
-        _stock.append((module, name, getattr(module, name)))
-        setattr(module, name, function)
+        stock = getattr(module, name)
+        _stock.append((module, name, stock))
+        setattr(module, name, _while_answering(function, stock))
+
+
+def _while_answering(answer: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The answer until CUDA is given back, stock's function then."""
+
+    @functools.wraps(stock)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return (answer if _stock else stock)(*args, **kwargs)
+
+    return asked
 
 
 def give_back_cuda() -> None:
