@@ -13,8 +13,11 @@ from server import Server
 
 LIMIT_S = 180.0
 """What a request or a condition may take at most: on a machine that is busy with other tests, too."""
-HTTP = httpx.Client(verify=False, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0))
-"""One for all: making one takes longer than a request."""
+HTTP = httpx.Client(
+    verify=False, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+)
+"""One for all: making one takes longer than a request. No connection is used twice: when threads share a client, one may
+close a connection as idle for too long that another has just been given."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
