@@ -16,8 +16,8 @@ LIMIT_S = 180.0
 HTTP = httpx.Client(
     verify=False, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
 )
-"""One for all: making one takes longer than a request. No connection is used twice: when threads share a client, one may
-close a connection as idle for too long that another has just been given."""
+"""One for all: making one takes longer than a request. No connection is used twice: where threads share a client, one
+may close a connection as idle for too long that another has just been given."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
