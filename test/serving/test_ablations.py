@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 ONES, TWO = "tp1@0,tp1@1", "tp2@0-1"
 BODY = {
     "input_ids": prompt(60, 5),
-    "sampling_params": {"temperature": 0, "max_new_tokens": 1000, "ignore_eos": True},
+    "sampling_params": {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True},
     "stream": True,
 }
 SHORT = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
