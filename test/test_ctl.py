@@ -59,7 +59,7 @@ def test_a_reader_that_has_enough_is_no_missing_server(url: str) -> None:
 
 
 def test_a_strategy_is_sent_only_if_it_is_given(url: str) -> None:
-    assert ctl.main(["--url", url, "layout", "auto"]) == 0
+    assert ctl.main(["layout", "auto", "--url", url]) == 0
     assert ctl.main(["--url", url, "layout", "tp2@0-1", "--strategy", "keep"]) == 0
     reason = "asked for by ctl"
     assert Handler.orders == [

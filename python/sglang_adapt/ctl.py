@@ -24,8 +24,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--url", type=server_url, default="http://127.0.0.1:30000", help="the server (default: %(default)s)"
     )
     parser.add_argument("--api-key", help="the server's admin key, if it has one")
+    # Before the command, or behind it.
+    behind = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    behind.add_argument("--url", type=server_url, help=argparse.SUPPRESS)
+    behind.add_argument("--api-key", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
-    layout = commands.add_parser("layout", help="print the layout that serves; with LAYOUT, go over to it first")
+    layout = commands.add_parser(
+        "layout", parents=[behind], help="print the layout that serves; with LAYOUT, go over to it first"
+    )
     layout.add_argument(
         "layout", nargs="?", metavar="LAYOUT", help="e.g. tp1@0,tp1@1, tp2@0-1 or tp1@0:prefill,tp1@1:decode"
     )

@@ -24,6 +24,7 @@ from sglang_adapt.front.entry import run_front
 from sglang_adapt.front.flags import SettingsError, add_adapt_flags, split_argv
 from sglang_adapt.upstream.environment import LIBRARY_FOLDERS, STOCK_ENVIRONMENT
 
+EXIT_FAULT = 1
 EXIT_USAGE = 2
 _KILL_WAIT_S = 10.0
 
@@ -80,7 +81,14 @@ def _run(argv: list[str], start_method: str, reloads: bool) -> int:
             stopping.pass_reloads()
         front.join()
         code = front.exitcode or 0
-        return 0 if stopping.asked and code in (0, -signal.SIGTERM, -signal.SIGKILL) else abs(code)
+        if stopping.asked and code in (0, -signal.SIGTERM, -signal.SIGKILL):
+            return 0
+        if code < 0:
+            why = "; is there enough memory for it (dmesg tells)?" if code == -signal.SIGKILL else ""
+            name = signal.Signals(-code).name
+            print(f"error: the front ended with {name}{why}; all others are ended", file=sys.stderr, flush=True)
+            return EXIT_FAULT
+        return code
     except _StoppedEarly:
         return 0
     finally:

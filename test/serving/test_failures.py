@@ -199,6 +199,14 @@ def test_death_of_a_central_process_ends_the_server(single: Server, title: str) 
     assert left(files) == []
 
 
+def test_death_of_the_front_is_told(single: Server) -> None:
+    files = files_of(single)
+    os.kill(named(single, "sglang_adapt::front"), signal.SIGKILL)
+    assert single.wait(180) == 1
+    assert "error: the front ended with SIGKILL; is there enough memory" in single.log.read_text()
+    assert left(files) == []
+
+
 def test_kill_the_first_process(single: Server) -> None:
     shared = leftovers.shared_memory_of(single.pid)
     started = session_of(single)

@@ -19,6 +19,7 @@ from sglang_adapt.upstream.request_checks import (
     RefuseWhatTheModelCannotTake,
     labels_fault,
     model_fault,
+    samples_fault,
     wire_fault,
 )
 from sglang_adapt.upstream.wire import WARMUP_RID_PREFIX
@@ -28,6 +29,23 @@ MANAGER = SimpleNamespace(
     model_config=SimpleNamespace(vocab_size=VOCAB),
     server_args=SimpleNamespace(tokenizer_metrics_allowed_custom_labels=None),
 )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "words"),
+    [
+        ({"text": "a"}, {"n": 10**9}, "n must be at most 1024, got 1000000000"),
+        ({"input_ids": [[1], [2]]}, [{"n": 1}, {"n": 1025}], "n must be at most 1024, got 1025"),
+        ({"text": ["a"] * 17}, {"n": 1024}, "17 prompts with n=1024 are 17408 samples"),
+        ({"input_ids": [1] * 20_000}, {"n": 2}, None),
+        ({"text": ["a"] * 100_000}, {"n": 1}, None),
+        ({"text": "a"}, {"n": "3"}, None),
+        ({"text": "a"}, None, None),
+    ],
+)
+def test_more_samples_than_can_be_served_are_refused(prompts: Any, params: Any, words: str | None) -> None:
+    fault = samples_fault(GenerateReqInput(**prompts, sampling_params=params))
+    assert fault is None if words is None else words in (fault or "")
 
 
 def request(**fields: Any) -> GenerateReqInput:

@@ -20,6 +20,10 @@ from sglang_adapt.upstream.patch import Patch
 _WRONG_TYPE = (TypeError, AttributeError, KeyError, IndexError, OverflowError, re.error)
 _INT32 = 1 << 31
 """Stock makes a tensor of 32-bit integers of every `top_k` in a batch."""
+MOST_SAMPLES = 1024
+"""Most samples of a prompt (`n`): each is a request of its own in front, router and engine."""
+MOST_SAMPLES_OF_A_BATCH = 16_384
+"""Most samples of all prompts of a batch, if there is more than one of each."""
 _PATH = re.compile(r" - at `\$([^`]*)`$")
 
 
@@ -69,13 +73,20 @@ class RefuseWhatAnEngineCannotRead(Patch):
 
 
 class RefuseBatchesThatDoNotFit(Patch):
-    """Answers a batch whose lists differ in length, or are of the wrong type, with a 400; stock with an empty 500."""
+    """Answers a batch whose lists differ in length, or are of the wrong type, with a 400; stock with an empty 500.
+
+    So it does with more samples than a server could serve beside others: stock makes a request of each at once, until
+    there is no memory left.
+    """
 
     target = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
     kind = "around"
 
     @staticmethod
     def hook(original: Callable[..., Any], self: Any) -> Any:
+        fault = samples_fault(self)
+        if fault is not None:
+            raise ValueError(fault)
         try:
             result = original(self)
             if not self.is_single and self.batch_size:
@@ -150,6 +161,27 @@ def model_fault(obj: Any, input_ids: Any, vocab_size: int) -> str | None:
     if start is not None and start < -1:
         return f"logprob_start_len must be -1 or more, got {start}."
     return grammar_fault(obj.sampling_params)
+
+
+def samples_fault(obj: Any) -> str | None:
+    """Why a request asks for too many samples, or None.
+
+    Args:
+        obj: stock GenerateReqInput, as it came.
+    """
+    given = obj.sampling_params
+    counts = [one.get("n") for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
+    most = max((count for count in counts if type(count) is int), default=1)
+    if most > MOST_SAMPLES:
+        return f"n must be at most {MOST_SAMPLES}, got {most}; send several requests."
+    prompts = obj.text if isinstance(obj.text, list) else obj.input_ids
+    batch = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+    if most > 1 and most * batch > MOST_SAMPLES_OF_A_BATCH:
+        return (
+            f"{batch} prompts with n={most} are {most * batch} samples, of which a request may ask for at most "
+            f"{MOST_SAMPLES_OF_A_BATCH}; send several requests."
+        )
+    return None
 
 
 def labels_fault(obj: Any, allowed: Collection[str]) -> str | None:
