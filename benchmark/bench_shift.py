@@ -18,7 +18,6 @@ import json
 import random
 import shlex
 import signal
-import sys
 import tempfile
 import urllib.request
 from pathlib import Path
@@ -28,7 +27,7 @@ import aiohttp
 
 from layouts import Layouts
 from load import Request, run_load, summarize
-from server import Server, environment, write_json
+from server import Server, environment, exit_on_sigterm, write_json
 from sglang_adapt.core.layout import uniform_layout
 from shift_collectives import measure_collectives
 
@@ -70,7 +69,7 @@ def main() -> None:
         "errors": [],
     }
     # A run that is ended early keeps what it has.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
         if options.collective_bytes:
             result["collectives"] = measure_collectives(options.gpus, options.collective_bytes)
