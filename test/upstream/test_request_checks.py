@@ -37,6 +37,7 @@ MANAGER = SimpleNamespace(
         ({"text": "a"}, {"n": 10**9}, "n must be at most 1024, got 1000000000"),
         ({"input_ids": [[1], [2]]}, [{"n": 1}, {"n": 1025}], "n must be at most 1024, got 1025"),
         ({"text": ["a"] * 17}, {"n": 1024}, "17 prompts with n=1024 are 17408 samples"),
+        ({"input_embeds": [[[0.5]]] * 17}, {"n": 1024}, "17 prompts with n=1024 are 17408 samples"),
         ({"input_ids": [1] * 20_000}, {"n": 2}, None),
         ({"text": ["a"] * 100_000}, {"n": 1}, None),
         ({"text": "a"}, {"n": "3"}, None),
@@ -44,7 +45,9 @@ MANAGER = SimpleNamespace(
     ],
 )
 def test_more_samples_than_can_be_served_are_refused(prompts: Any, params: Any, words: str | None) -> None:
-    fault = samples_fault(GenerateReqInput(**prompts, sampling_params=params))
+    obj = GenerateReqInput(**prompts, sampling_params=params)
+    obj._determine_batch_size()
+    fault = samples_fault(obj)
     assert fault is None if words is None else words in (fault or "")
 
 

@@ -73,20 +73,13 @@ class RefuseWhatAnEngineCannotRead(Patch):
 
 
 class RefuseBatchesThatDoNotFit(Patch):
-    """Answers a batch whose lists differ in length, or are of the wrong type, with a 400; stock with an empty 500.
-
-    So it does with more samples than a server could serve beside others: stock makes a request of each at once, until
-    there is no memory left.
-    """
+    """Answers a batch whose lists differ in length, or are of the wrong type, with a 400; stock with an empty 500."""
 
     target = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
     kind = "around"
 
     @staticmethod
     def hook(original: Callable[..., Any], self: Any) -> Any:
-        fault = samples_fault(self)
-        if fault is not None:
-            raise ValueError(fault)
         try:
             result = original(self)
             if not self.is_single and self.batch_size:
@@ -99,6 +92,19 @@ class RefuseBatchesThatDoNotFit(Patch):
         if self.is_single and not isinstance(self.rid, str):
             raise ValueError("The request's parameters do not fit its prompts: rid of one prompt is to be a text.")
         return result
+
+
+class RefuseTooManySamples(Patch):
+    """Refuses more samples than a server could serve beside others, before stock makes a request of each."""
+
+    target = "sglang.srt.managers.io_struct.GenerateReqInput._handle_parallel_sampling"
+    kind = "before"
+
+    @staticmethod
+    def hook(self: Any) -> None:
+        fault = samples_fault(self)
+        if fault is not None:
+            raise ValueError(fault)
 
 
 class RefuseBodiesThatFailTheirChecks(Patch):
@@ -126,6 +132,7 @@ REQUEST_CHECKS: tuple[type[Patch], ...] = (
     RefuseWhatTheModelCannotTake,
     RefuseWhatAnEngineCannotRead,
     RefuseBatchesThatDoNotFit,
+    RefuseTooManySamples,
     RefuseBodiesThatFailTheirChecks,
 )
 
@@ -167,18 +174,17 @@ def samples_fault(obj: Any) -> str | None:
     """Why a request asks for too many samples, or None.
 
     Args:
-        obj: stock GenerateReqInput, as it came.
+        obj: stock GenerateReqInput, whose prompts stock has counted.
     """
     given = obj.sampling_params
     counts = [one.get("n") for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
     most = max((count for count in counts if type(count) is int), default=1)
     if most > MOST_SAMPLES:
         return f"n must be at most {MOST_SAMPLES}, got {most}; send several requests."
-    prompts = obj.text if isinstance(obj.text, list) else obj.input_ids
-    batch = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
-    if most > 1 and most * batch > MOST_SAMPLES_OF_A_BATCH:
+    samples = most * obj.batch_size
+    if most > 1 and samples > MOST_SAMPLES_OF_A_BATCH:
         return (
-            f"{batch} prompts with n={most} are {most * batch} samples, of which a request may ask for at most "
+            f"{obj.batch_size} prompts with n={most} are {samples} samples, of which a request may ask for at most "
             f"{MOST_SAMPLES_OF_A_BATCH}; send several requests."
         )
     return None
