@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 
 
@@ -21,3 +22,12 @@ class Laps:
         now = perf_counter()
         self.ms[step] = round(self.ms.get(step, 0.0) + 1e3 * (now - self._last), 3)
         self._last = now
+
+
+def slowest(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """By step the longest time that any rank has said."""
+    longest: dict[str, float] = {}
+    for rank in ranks:
+        for step, ms in rank.items():
+            longest[step] = max(longest.get(step, 0.0), ms)
+    return longest

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+from sglang_adapt.core.laps import slowest
+
 MOST = 50
 """Values of each step that are kept."""
 
@@ -40,11 +42,7 @@ class HandoverSteps:
 
     def add_ranks(self, ranks: Iterable[Mapping[str, float]]) -> None:
         """What each rank of a taker has said of its steps; the slowest one counts."""
-        slowest: dict[str, float] = {}
-        for steps in ranks:
-            for step, ms in steps.items():
-                slowest[step] = max(slowest.get(step, 0.0), ms)
-        for step, ms in slowest.items():
+        for step, ms in slowest(ranks).items():
             self.add(step, ms)
 
     def said(self) -> dict[str, dict[str, float]]:

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from sglang_adapt.core.handoff import CarriedRequest, KvSource
+from sglang_adapt.core.laps import slowest
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.kv.plan import IntArray
 from sglang_adapt.policy.carry import Strategy
@@ -190,10 +191,7 @@ class Switch:
 
     def note_steps(self, phase: str, ranks: Iterable[Mapping[str, float]]) -> None:
         """Ranks have said how long their steps of a phase took."""
-        steps = self.steps_ms.setdefault(phase, {})
-        for rank in ranks:
-            for step, ms in rank.items():
-                steps[step] = max(steps.get(step, 0.0), ms)
+        self.steps_ms[phase] = slowest([self.steps_ms.get(phase, {}), *ranks])
 
     def report(self) -> dict[str, Any]:
         """For the control endpoint and the log."""
