@@ -22,6 +22,10 @@ time is to the least that is possible here. So a layout that carries more is pre
 
 Counts = Mapping[int, int]
 """Engines by TP size; one with none may be missing."""
+_Place = tuple[int, bool]
+"""Engines of a TP size that leave room for the tightest tier there (False), or that need not (True)."""
+_Beside = tuple[Estimate, float, float]
+"""Of a tier and a TP size, see `Appraiser._beside_tighter`."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Appraiser:
 
     rows: Sequence[Row]
     speeds: Mapping[int, Speed]
-    _shared: dict[tuple[str, int], tuple[Estimate, float, float] | None] = field(default_factory=dict)
+    _shared: dict[tuple[str, int], _Beside | None] = field(default_factory=dict)
     _blends: dict[tuple[str, int, int, int], Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,24 +99,32 @@ class Appraiser:
 
     def worth(self, counts: Counts) -> Worth:
         """Value a layout."""
-        free = {tp: float(count) for tp, count in counts.items() if count}
-        given: list[tuple[Row, list[tuple[int, Estimate, float]]]] = []
-        for row in self.order:
-            room = [
-                (tp, one, left * one.capacity_rps) for tp, left in free.items() if (one := self.on(row, tp, counts))
-            ]
-            total = sum(rate for _, _, rate in room)
-            filled = min(1.0, row.offered_rps / total) if total > 0 else 0.0
-            given.append((row, [(tp, one, filled * rate) for tp, one, rate in room]))
-            for tp, one, _ in room:
-                if one.capacity_rps > 0:
-                    free[tp] *= 1 - filled
+        whole = {
+            place: float(number) for tp, count in counts.items() if count for place, number in self._places(tp, count)
+        }
+        free = dict(whole)
+        given: list[tuple[Row, list[tuple[_Place, Estimate, float]]]] = [(row, []) for row in self.order]
+        for first in (True, False):
+            for row, parts in given:
+                room = [
+                    (place, one, left * one.capacity_rps)
+                    for place, left in free.items()
+                    if left > 0 and (one := self._at(row, place)).capacity_rps > 0
+                    if not first or self._comes_first(row, place)
+                ]
+                total = sum(rate for _, _, rate in room)
+                missing = row.offered_rps - sum(rate for _, _, rate in parts)
+                filled = min(1.0, missing / total) if total > 0 and missing > 0 else 0.0
+                if filled:
+                    parts += [(place, one, filled * rate) for place, one, rate in room]
+                    for place, _, _ in room:
+                        free[place] *= 1 - filled
         value, carried, times = 0.0, {}, {}
         for row, parts in given:
             rate = sum(part for _, _, part in parts)
             carried[row.tier], times[row.tier] = rate, math.inf
             if rate > 0:
-                busy = sum(part * one.time_ms(1 - free[tp] / counts[tp]) for tp, one, part in parts if part > 0)
+                busy = sum(part * one.time_ms(1 - free[place] / whole[place]) for place, one, part in parts)
                 times[row.tier] = busy / rate
                 value += row.weight * rate * (1 + QUICK * min(1.0, row.alone_ms / times[row.tier]))
         return Worth(value, carried, times)
@@ -120,24 +132,44 @@ class Appraiser:
     def on(self, row: Row, tp: int, counts: Counts) -> Estimate:
         """A tier's estimate where a tighter one is: as in admission, it leaves room for that one on a part of the
         engines (`reserve.guards`). Its first tokens may come as late as its own target says."""
-        alone = row.estimates[tp]
-        if not alone.capacity_rps:
+        alone, shared = row.estimates[tp], self._beside(row, tp)
+        if not alone.capacity_rps or shared is None:
             return alone
-        key = (row.tier, tp)
-        if key not in self._shared:
-            self._shared[key] = self._beside_tighter(row, tp)
-        shared = self._shared[key]
-        if shared is None:
-            return alone
-        guarded, looser, asked = shared
+        guarded = shared[0]
         count = counts[tp]
-        open_ones = min(count - 1, math.floor(count * looser / asked)) if asked > 0 else 0
+        open_ones = _open_ones(count, shared)
         blend = (row.tier, tp, open_ones, count)
         if blend not in self._blends:
             self._blends[blend] = _blended(guarded, alone, open_ones / count)
         return self._blends[blend]
 
-    def _beside_tighter(self, row: Row, tp: int) -> tuple[Estimate, float, float] | None:
+    def _places(self, tp: int, count: int) -> list[tuple[_Place, int]]:
+        """A size's engines: those that leave room for the tightest tier there, and the others, which need not
+        (`reserve.guards`)."""
+        for row in self.order:
+            shared = self._beside(row, tp) if row.estimates[tp].capacity_rps > 0 else None
+            if shared is not None and (open_ones := _open_ones(count, shared)):
+                return [((tp, False), count - open_ones), ((tp, True), open_ones)]
+        return [((tp, False), count)]
+
+    def _at(self, row: Row, place: _Place) -> Estimate:
+        tp, is_open = place
+        shared = None if is_open else self._beside(row, tp)
+        return row.estimates[tp] if shared is None else shared[0]
+
+    def _comes_first(self, row: Row, place: _Place) -> bool:
+        """The tightest tier does where room is left for it, the others where none is. What one of them leaves is
+        anybody's: that a burst of the tightest one takes all engines is not what admission does."""
+        tp, is_open = place
+        return is_open == (self._beside(row, tp) is not None)
+
+    def _beside(self, row: Row, tp: int) -> _Beside | None:
+        key = (row.tier, tp)
+        if key not in self._shared:
+            self._shared[key] = self._beside_tighter(row, tp)
+        return self._shared[key]
+
+    def _beside_tighter(self, row: Row, tp: int) -> _Beside | None:
         """A tier's estimate on an engine that leaves room for a tighter one, and what is asked for there by weight:
         what is looser than the tightest, and all; None if no tier there is tighter."""
         own, alone = row.demand.terms, row.estimates[tp]
@@ -157,6 +189,12 @@ def tpot_ms_of(row: Row) -> float:
     """A tier's target; infinite without one."""
     tpot_ms = row.demand.terms.tpot_ms
     return math.inf if tpot_ms is None else tpot_ms
+
+
+def _open_ones(count: int, beside: _Beside) -> int:
+    """Of `count` engines, those that leave no room for the tightest tier: the looser ones' share."""
+    _, looser, asked = beside
+    return min(count - 1, math.floor(count * looser / asked)) if asked > 0 else 0
 
 
 def _blended(first: Estimate, second: Estimate, share: float) -> Estimate:
