@@ -46,7 +46,7 @@ def guards(places: Sequence[Place], asked: Collection[Asked]) -> dict[str, float
     for one in asked:
         mine = [place for place in places if place.tiers is None or one.tier in place.tiers]
         looser = sum(other.share for other in asked if other.tpot_ms > one.tpot_ms)
-        left = math.floor(len(mine) * looser / whole) if whole > 0 else 0
+        left = math.floor(len(mine) * looser / whole + 0.5) if whole > 0 else 0
         mine.sort(key=lambda place: place.alone_ms)
         for place in mine[: max(1, len(mine) - left)]:
             found[place.engine] = min(found[place.engine], one.tpot_ms)

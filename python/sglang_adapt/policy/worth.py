@@ -180,8 +180,8 @@ class Appraiser:
         speed = self.speeds[tp]
         most = min(guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY, tpot_ms_of(row))
         guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if math.isfinite(most) else alone
-        asked = sum(other.weight * other.offered_rps for other in there)
-        looser = sum(other.weight * other.offered_rps for other in there if tpot_ms_of(other) > tightest)
+        asked = sum(other.weight * other.demand.rate_rps for other in there)
+        looser = sum(other.weight * other.demand.rate_rps for other in there if tpot_ms_of(other) > tightest)
         return guarded, looser, asked
 
 
@@ -194,7 +194,7 @@ def tpot_ms_of(row: Row) -> float:
 def _open_ones(count: int, beside: _Beside) -> int:
     """Of `count` engines, those that leave no room for the tightest tier: the looser ones' share."""
     _, looser, asked = beside
-    return min(count - 1, math.floor(count * looser / asked)) if asked > 0 else 0
+    return min(count - 1, math.floor(count * looser / asked + 0.5)) if asked > 0 else 0
 
 
 def _blended(first: Estimate, second: Estimate, share: float) -> Estimate:
