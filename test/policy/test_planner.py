@@ -122,6 +122,46 @@ def test_what_waits_is_load() -> None:
     assert str(plan(situation(queue, layout=FOUR)).layout) == ONES
 
 
+def test_what_waits_and_is_late_is_no_load_beside_what_arrives() -> None:
+    late = Demand(Terms("all", 1.0, 500.0, 20.0), 10.0, 500, 100, Unfinished(1000, 1000))
+    assert late.offered_rps(alone_ms=1000, horizon_s=5.0) == pytest.approx(10 + 10 * 0.5 / 5)
+    assert replace(late, rate_rps=0.0).offered_rps(1000, 5.0) == 200.0
+    assert replace(late, terms=Terms("all")).offered_rps(1000, 5.0) == 210.0
+
+
+def test_of_two_layouts_that_are_both_too_small_one_window_does_not_tell_which_is_better() -> None:
+    """Unless one is much better."""
+    swap = (speed(1, Line(2, 0.02, 8.0, 0.2)), speed(2, Line(1, 0.006, 4.0, 0.075)))
+    both = {"gpus": 2, "speeds": swap, "layout": "tp1@0,tp1@1"}
+    worth = {str(one): one.worth.value for one in plan(situation(demand(500.0), **both)).options}
+    assert 1.05 < worth["1 x TP 2"] / worth["2 x TP 1"] < 1.2
+    assert [one.move for one in follow(situation(demand(500.0), **both), CALM)] == [False] * (CALM - 1) + [True]
+    much = both | {"speeds": (swap[0], speed(2, Line(1, 0.004, 3.0, 0.04)))}
+    assert plan(situation(demand(500.0), **much)).move
+
+
+def test_being_quick_counts_less_the_more_is_left_behind() -> None:
+    def value(rate: float) -> float:
+        return Appraiser([row(demand(rate), rate)], {one.tp: one for one in SPEEDS}).worth({4: 1}).value
+
+    assert value(1.0) > 1.4
+    carried = Appraiser([row(demand(500.0), 500.0)], {one.tp: one for one in SPEEDS}).worth({4: 1})
+    assert carried.value == pytest.approx(carried.carried_rps["all"])
+
+
+def test_a_burst_of_the_tightest_tier_leaves_the_looser_ones_their_engines() -> None:
+    loose, strict = demand(40.0, "loose", 3000, 40), demand(20.0, "strict", 400, 12)
+    shared = Appraiser([row(loose, 40.0), row(strict, 20.0)], {one.tp: one for one in SPEEDS})
+    quiet = shared.worth({2: 2}).carried_rps
+    burst = replace(strict, rate_rps=40.0)
+    # What waits of it, or would come if it went on so, is asked for, too, but two engines remain two.
+    crowded = Appraiser([row(loose, 40.0), row(burst, 400.0)], shared.speeds).worth({2: 2}).carried_rps
+    assert quiet["strict"] == pytest.approx(20.0) and quiet["loose"] > 10
+    assert crowded["loose"] >= 0.9 * Appraiser([row(loose, 40.0)], shared.speeds).worth({2: 1}).carried_rps["loose"]
+    # One engine for both: the tightest tier is first.
+    assert Appraiser([row(loose, 40.0), row(burst, 400.0)], shared.speeds).worth({4: 1}).carried_rps["loose"] == 0
+
+
 def test_long_requests_that_run_are_not_counted_twice() -> None:
     # One request a second that takes 20 s keeps 20 running; that is a load of one a second, or of two if they are slow.
     terms = Terms("all")

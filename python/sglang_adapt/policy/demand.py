@@ -92,15 +92,20 @@ class Demand:
     def offered_rps(self, alone_ms: float, horizon_s: float) -> float:
         """The load in requests/s: what arrives, and what is unfinished.
 
-        What waits is to be done within the horizon. What runs counts as if it were to end within the horizon, or
-        within twice the time that a request takes alone, so that a steady flow of long requests is not counted twice.
+        What waits is to be done within the horizon; no more of it than has come within the TTFT target, since the rest
+        is late whatever is done (if nothing arrives, it is all there is to do). What runs counts as if it were to end
+        within the horizon, or within twice the time that a request takes alone, so that a steady flow of long requests
+        is not counted twice.
 
         Args:
             alone_ms: that a request takes on the slowest engine, alone.
         """
         running = self.unfinished.requests - self.unfinished.waiting
         at_once = running / max(horizon_s, 2e-3 * alone_ms)
-        return max(self.rate_rps, at_once) + self.unfinished.waiting / horizon_s
+        waiting = float(self.unfinished.waiting)
+        if self.terms.ttft_ms is not None and self.rate_rps > 0:
+            waiting = min(waiting, self.rate_rps * self.terms.ttft_ms / 1e3)
+        return max(self.rate_rps, at_once) + waiting / horizon_s
 
 
 def demands(

@@ -11,7 +11,7 @@ request that an engine has is never planned onto one that does not hold it.
 
 Beside the papers (Nitsum, 3.3.1; Flying Serving, 2.3): a switch has a price. It is made when its gain over the next
 windows, or over those in which it has been missed, is above what it costs now, and above a margin, and, unless load is
-left behind, when it has been wanted for `CALM` windows.
+left behind of which it carries much more, when it has been wanted for `CALM` windows.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ MARGIN = 0.05
 """A layout that serves is left for one that is worth at least this part more."""
 BEHIND = 0.02
 """Load is left behind if more than this part of it is not carried; then this is the margin."""
+URGENT = 0.2
+"""While load is left behind, a layout that is worth so much more is gone over to at once, any other after `CALM`
+windows: estimates of two layouts that are both too small are not so good that one window tells which is better."""
 LINGER = 5
 """Windows that an engine which was bound for a long request stays after the last one has ended."""
 IDLE_RPS = 0.05
@@ -275,10 +278,11 @@ def plan(now: Situation) -> Plan:
         counts_s = max(now.horizon_s, windows * now.window_s)
         # Roles are not given for a burst.
         divides = best.division is not None and not held.has_roles
+        urgent = best.worth.value >= (1 + URGENT) * serving.worth.value
         gain = (best.worth.value - serving.worth.value) * counts_s
         if not better and gain <= lost:
             reason = f"{why}; but a switch would cost {lost:.3g} and gain {gain:.3g} in {counts_s:g} s"
-        elif not better and (not behind or divides) and windows < now.calm:
+        elif not better and windows < now.calm and (not behind or divides or not urgent):
             reason = f"{why}; for {windows} of {now.calm} windows"
         else:
             move, reason = True, why

@@ -39,7 +39,8 @@ class Place:
 def guards(places: Sequence[Place], asked: Collection[Asked]) -> dict[str, float]:
     """By engine, the smallest TPOT target in ms for which looser work leaves room; infinite if there is none.
 
-    The quickest engines leave room, of equal ones the first; at least one for each tier.
+    The quickest engines leave room, of equal ones the first; at least one for each tier. Its share is rounded to whole
+    engines: of two, one is left to looser work that asks for a quarter or more.
     """
     found = dict.fromkeys((place.engine for place in places), math.inf)
     whole = sum(one.share for one in asked)

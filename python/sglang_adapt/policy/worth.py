@@ -20,6 +20,9 @@ QUICK = 0.5
 """A request that ends within its targets is worth its tier's weight, and up to this part of it more, the nearer its
 time is to the least that is possible here. So a layout that carries more is preferred to one that is quicker."""
 
+SLOW = 0.1
+"""Where so much of the load is left behind, being quick is worth nothing more: what counts is how much is carried."""
+
 Counts = Mapping[int, int]
 """Engines by TP size; one with none may be missing."""
 _Place = tuple[int, bool]
@@ -120,14 +123,22 @@ class Appraiser:
                     for place, _, _ in room:
                         free[place] *= 1 - filled
         value, carried, times = 0.0, {}, {}
+        quick = self._quick(given)
         for row, parts in given:
             rate = sum(part for _, _, part in parts)
             carried[row.tier], times[row.tier] = rate, math.inf
             if rate > 0:
                 busy = sum(part * one.time_ms(1 - free[place] / whole[place]) for place, one, part in parts)
                 times[row.tier] = busy / rate
-                value += row.weight * rate * (1 + QUICK * min(1.0, row.alone_ms / times[row.tier]))
+                value += row.weight * rate * (1 + quick * min(1.0, row.alone_ms / times[row.tier]))
         return Worth(value, carried, times)
+
+    def _quick(self, given: Sequence[tuple[Row, Sequence[tuple[_Place, Estimate, float]]]]) -> float:
+        """What being quick is worth: less, the more of the load is left behind (`SLOW`)."""
+        asked = sum(row.weight * row.offered_rps for row, _ in given)
+        carried = sum(row.weight * rate for row, parts in given for _, _, rate in parts)
+        left = 1 - carried / asked if asked > 0 else 0.0
+        return QUICK * max(0.0, 1 - left / SLOW)
 
     def on(self, row: Row, tp: int, counts: Counts) -> Estimate:
         """A tier's estimate where a tighter one is: as in admission, it leaves room for that one on a part of the

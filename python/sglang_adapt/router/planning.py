@@ -18,8 +18,9 @@ from sglang_adapt.router.manager import Planning
 
 ALL = "all"
 """The name of the only tier where there are none."""
-_FIRST_GPU_PRICE = Price(fixed_ms=60.0, bytes_per_s=3.0e11)
-"""Measured on 2 H200s: 42 to 65 ms with 5 GB of KV a GPU (docs/log.md)."""
+_FIRST_GPU_PRICE = Price(fixed_ms=15.0, bytes_per_s=1.6e12)
+"""Measured on 2 H200: 13 to 23 ms with 16 or 64 requests and 1 to 13 GB of KV, most of which is copied before the pause
+(`bench_switch_2xH200.json`)."""
 _FIRST_VIRTUAL_PRICE = Price(fixed_ms=100.0, bytes_per_s=2.0e9)
 
 

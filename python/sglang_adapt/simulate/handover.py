@@ -14,8 +14,8 @@ from sglang_adapt.simulate.engine import Request, SimulatedEngine
 from sglang_adapt.simulate.hardware import Hardware
 from sglang_adapt.simulate.node import Node
 
-HANDOVER_MS = 3.0
-"""What a hand-over takes here beside its copy; the goal, not yet measured on GPUs."""
+HANDOVER_MS = 6.5
+"""What a hand-over takes, as measured on 2 H200 with nothing beside (`bench_roles_2xH200.json`)."""
 
 
 class HandingOver:

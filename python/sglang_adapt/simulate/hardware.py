@@ -24,7 +24,7 @@ from sglang_adapt.policy.sequence import (
 MEMORY_BYTES = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
 _FOR_KV = 0.85
 """Of a card's memory is there for weights and KV."""
-PRICE = Price(fixed_ms=60.0, bytes_per_s=3.0e11)
+PRICE = Price(fixed_ms=15.0, bytes_per_s=1.6e12)
 """Of a switch, as the router begins with on GPUs (`router/planning.py`)."""
 
 
