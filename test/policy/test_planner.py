@@ -131,7 +131,7 @@ def test_what_waits_and_is_late_is_no_load_beside_what_arrives() -> None:
 
 def test_of_two_layouts_that_are_both_too_small_one_window_does_not_tell_which_is_better() -> None:
     """Unless one is much better."""
-    swap = (speed(1, Line(2, 0.02, 8.0, 0.2)), speed(2, Line(1, 0.006, 4.0, 0.075)))
+    swap = (speed(1, Line(2, 0.02, 8.0, 0.2)), speed(2, Line(1, 0.006, 4.2, 0.085)))
     both = {"gpus": 2, "speeds": swap, "layout": "tp1@0,tp1@1"}
     worth = {str(one): one.worth.value for one in plan(situation(demand(500.0), **both)).options}
     assert 1.05 < worth["1 x TP 2"] / worth["2 x TP 1"] < 1.2
