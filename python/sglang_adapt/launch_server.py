@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 
 from sglang_adapt.core.process import adopt_orphans, end_descendants, keep_sockets_in, make_run_dir
@@ -43,12 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     reloads = ours.adapt_slo_config is not None
-    return _run(arguments, ours.adapt_start_method or default_start_method(), reloads)
-
-
-def default_start_method() -> str:
-    """`spawn` where there are NVIDIA GPUs: importing sglang initialises CUDA, which does not survive a fork."""
-    return "spawn" if list(Path("/dev").glob("nvidia[0-9]*")) else "forkserver"
+    return _run(arguments, ours.adapt_start_method, reloads)
 
 
 def _run(argv: list[str], start_method: str, reloads: bool) -> int:

@@ -25,6 +25,8 @@ def rank(behaviour: str, report: Connection) -> None:
     if behaviour == "dies":
         os._exit(7)
     report.send({"status": "ready", "pid": os.getpid()})
+    if behaviour == "lets go":
+        report.close()
     signal.pause()
 
 
@@ -75,7 +77,9 @@ def test_all_ranks_report_then_one_is_killed_and_all_come_back() -> None:
         await run.until(lambda: bool(run.lost))
         assert time.monotonic() - started < 2
         await run.until(lambda: len(run.loaded) == 2)
-        assert run.lost == [(f"rank 1 (pid {first.pids[1]}) ended while serving with signal 9", True)]
+        # Whichever of the two is seen first: the end of its pipe or its exit code.
+        told = f"rank 1 (pid {first.pids[1]}) ended while serving"
+        assert run.lost in ([(told, True)], [(f"{told} with signal 9", True)])
         assert not set(first.pids) & set(run.supervisor.run_of(SPEC).pids)
         assert all(not process.is_alive() for process in first.processes)
 
@@ -98,6 +102,22 @@ def test_a_rank_that_dies_without_a_word() -> None:
         assert run.lost[0][1] is False
 
     Run(["dies", "ok"], restarts=0).run(scenario)
+
+
+def test_an_engine_is_lost_when_a_rank_lets_go_of_its_pipe_and_gone_when_all_have_ended() -> None:
+    """As a process does that is ending, some time before it has ended."""
+
+    async def scenario(run: Run) -> None:
+        first = run.supervisor.run_of(SPEC)
+        run.behaviours = ["lives", "lives"]  # From the next start on.
+        await run.until(lambda: bool(run.lost))
+        assert run.lost[0][0].startswith(f"rank 1 (pid {first.pids[1]}) ended while ")
+        await run.until(lambda: run.supervisor.run_of(SPEC) is not first)
+        assert all(not process.is_alive() for process in first.processes)
+        await run.until(lambda: len(run.supervisor.run_of(SPEC).reports) == 2)
+        assert len(run.lost) == 1
+
+    Run(["lives", "lets go"]).run(scenario)
 
 
 def test_kill_restarts() -> None:

@@ -104,8 +104,9 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adapt-start-method",
         choices=["forkserver", "spawn"],
-        help="forkserver: load sglang once and fork every process from there; spawn: load it in every process, "
-        "because importing sglang initialises CUDA (default: spawn on a machine with NVIDIA GPUs, else forkserver)",
+        default="forkserver",
+        help="forkserver: load sglang once and fork every process from there (default); spawn: load it in every "
+        "process, which takes twice as long, for libraries that do not stand the fork",
     )
     group.add_argument(
         "--adapt-slo-config",

@@ -20,7 +20,7 @@ ALL = "all"
 """The name of the only tier where there are none."""
 _FIRST_GPU_PRICE = Price(fixed_ms=15.0, bytes_per_s=1.6e12)
 """Measured on 2 H200: 13 to 23 ms with 16 or 64 requests and 1 to 13 GB of KV, most of which is copied before the pause
-(`bench_switch_2xH200.json`)."""
+(`bench_switch_migrate_2xH200.json`)."""
 _FIRST_VIRTUAL_PRICE = Price(fixed_ms=100.0, bytes_per_s=2.0e9)
 
 

@@ -22,7 +22,8 @@ RankMain = Callable[..., None]
 
 @dataclass(frozen=True)
 class RankStart:
-    """One process to start: `target(*args, connection)`; the connection carries its start-up report."""
+    """One process to start: `target(*args, connection)`; the connection carries its start-up report, and has to stay
+    open for as long as the process lives: its end is the first sign of a death."""
 
     target: RankMain
     args: tuple[Any, ...]
@@ -153,17 +154,28 @@ class Supervisor:
             report = connection.recv()
         except EOFError:
             # The process ended before it reported; its sentinel tells the rest.
-            return
-        finally:
             connection.close()
+            return
         if run.ended:
+            connection.close()
             return
         if report.get("status") != "ready":
+            connection.close()
             self._lose(run, f"rank {rank} failed to start: {report.get('error', 'no reason given')}")
             return
         run.reports[rank] = report
+        self._loop.add_reader(connection.fileno(), self._on_silence, run, rank)
         if len(run.reports) == len(run.processes):
             self._on_loaded(run.spec, run.reports)
+
+    def _on_silence(self, run: EngineRun, rank: int) -> None:
+        """A rank that had reported has let go of its pipe: it is ending. That is known 0.2 s before its exit code,
+        for which the kernel first takes down what it had on the GPU."""
+        connection, process = run.connections[rank], run.processes[rank]
+        self._loop.remove_reader(connection.fileno())
+        connection.close()
+        if not self._stopping:
+            self._lose(run, f"rank {rank} (pid {process.pid}) ended{_while(run)}")
 
     def _on_exit(self, run: EngineRun, rank: int) -> None:
         process = run.processes[rank]
@@ -175,8 +187,9 @@ class Supervisor:
             if rank not in run.reports and not run.connections[rank].closed and run.connections[rank].poll():
                 self._on_report(run, rank)
             if not run.ended:
-                phase = "while serving" if len(run.reports) == len(run.processes) else "while starting"
-                self._lose(run, f"rank {rank} (pid {process.pid}) ended {phase} with {_exit(process.exitcode)}")
+                self._lose(run, f"rank {rank} (pid {process.pid}) ended{_while(run)} with {_exit(process.exitcode)}")
+        elif not self._stopping:
+            logger.info("engine %s: rank %d (pid %s): %s", run.spec, rank, process.pid, _exit(process.exitcode))
         if run.ended and len(run.exited) == len(run.processes):
             self._after_end(run)
 
@@ -207,6 +220,10 @@ class Supervisor:
             self._waiting.append(spec)
         else:
             self.start(spec)
+
+
+def _while(run: EngineRun) -> str:
+    return " while serving" if len(run.reports) == len(run.processes) else " while starting"
 
 
 def _exit(code: int | None) -> str:
