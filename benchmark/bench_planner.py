@@ -23,9 +23,10 @@ from sglang_adapt.core.profile import DecodePoint, PrefillPoint, TpProfile
 from sglang_adapt.policy.demand import Demand, Terms, Unfinished
 from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.planner import Situation, plan
+from sglang_adapt.policy.planner import plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.policy.profile import MeasuredTimes, ModelFigures, ReckonedTimes, gpu_figures
+from sglang_adapt.policy.situation import Situation
 
 RESULTS = Path(__file__).parent / "results" / "bench_planner.json"
 NITSUM_MS = 2.49

@@ -12,8 +12,8 @@ from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.planner import Plan
 from sglang_adapt.policy.price import Price
+from sglang_adapt.policy.situation import Plan
 from sglang_adapt.router.long_requests import Lengths
 from sglang_adapt.router.manager import Manager, Planning
 from sglang_adapt.router.switch import Outcome

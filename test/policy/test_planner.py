@@ -17,9 +17,10 @@ from sglang_adapt.policy.demand import Arrivals, Demand, Terms, Unfinished, Wind
 from sglang_adapt.policy.division import Divider, division_of
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.planner import CALM, LINGER, STARVED, History, Plan, Situation, Trigger, plan
+from sglang_adapt.policy.planner import LINGER, STARVED, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
+from sglang_adapt.policy.situation import CALM, History, Plan, Situation, Trigger
 from sglang_adapt.policy.worth import Appraiser, Row
 
 CHEAP = Price(fixed_ms=20.0, bytes_per_s=1e11)

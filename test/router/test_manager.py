@@ -15,7 +15,7 @@ from sglang_adapt.core.layout import Layout, parse_layout
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.pilot import REST_WINDOWS, WINDOWS
-from sglang_adapt.policy.planner import CALM
+from sglang_adapt.policy.situation import CALM
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.manager import PAUSED_WINDOWS, OrderRefusedError
 from sglang_adapt.router.switch import Outcome, Switch, SwitchRefusedError

@@ -14,7 +14,7 @@ import sys
 
 from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.policy.carry import Strategy
-from sglang_adapt.policy.planner import Trigger
+from sglang_adapt.policy.situation import Trigger
 from sglang_adapt.router.metrics import SwitchMetrics
 from sglang_adapt.router.switch import Outcome, Switch
 

@@ -22,7 +22,7 @@ from sglang_adapt.core.layout import parse_layout
 from sglang_adapt.kv.blocks import BlockState
 from sglang_adapt.policy.admission import Outcome as AdmissionOutcome
 from sglang_adapt.policy.carry import Strategy
-from sglang_adapt.policy.planner import Trigger
+from sglang_adapt.policy.situation import Trigger
 from sglang_adapt.router.metrics import HANDOVER_OUTCOMES
 from sglang_adapt.router.switch import Outcome, Phase, Way
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.demand import Demand, Terms, Unfinished, Window, demands
 from sglang_adapt.policy.efficiency import Speed
-from sglang_adapt.policy.planner import CALM, History, Plan, Situation
 from sglang_adapt.policy.price import Price, Running
+from sglang_adapt.policy.situation import CALM, History, Plan, Situation
 from sglang_adapt.policy.stages import HANDOVER_MS
 
 WINDOWS = 5

@@ -18,28 +18,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from sglang_adapt.core.layout import Layout
 from sglang_adapt.policy.assign import composed, count, greedy, place, tiers_of, with_one
 from sglang_adapt.policy.carry import Strategy
-from sglang_adapt.policy.demand import Demand
 from sglang_adapt.policy.division import Divider, Division, division_of, divisions_to_try, with_roles
 from sglang_adapt.policy.efficiency import Speed, estimate
 from sglang_adapt.policy.pausing import strategy_for
-from sglang_adapt.policy.price import Bill, Price, Running, bill
-from sglang_adapt.policy.stages import HANDOVER_MS
-from sglang_adapt.policy.worth import QUICK, Appraiser, Counts, Row, Worth
+from sglang_adapt.policy.price import Bill, bill
+from sglang_adapt.policy.reasons import why_change
+from sglang_adapt.policy.situation import History, Option, Plan, Roles, Situation
+from sglang_adapt.policy.worth import BEHIND, QUICK, Appraiser, Row, longest_held
 
 STARVED = 5
 """Windows that a tier waits for an engine that meets its targets, while another layout is worth more."""
-CALM = 3
-"""Windows in a row, at most, that a layout has to be wanted if the one that serves carries the load as well."""
 MARGIN = 0.05
-"""A layout that serves is left for one that is worth at least this part more."""
-BEHIND = 0.02
-"""Load is left behind if more than this part of it is not carried; then this is the margin."""
+"""A layout that serves is left for one that is worth at least this part more; of `BEHIND`, if it leaves load behind."""
 URGENT = 0.2
 """While load is left behind, a layout that is worth so much more is gone over to at once, any other after `CALM`
 windows: estimates of two layouts that are both too small are not so good that one window tells which is better."""
@@ -47,157 +42,6 @@ LINGER = 5
 """Windows that an engine which was bound for a long request stays after the last one has ended."""
 IDLE_RPS = 0.05
 """The load of every tier while nobody asks for anything: the layout is made ready for the next request."""
-
-
-class Trigger(StrEnum):
-    """Why the layout is changed.
-
-    LOAD: another one carries more, or answers sooner.
-    PRIORITY: a tier has requests whose targets only another one meets.
-    LONG_CONTEXT: a request is there that only another one can hold.
-    OPERATOR: somebody asked for it.
-    """
-
-    LOAD = "load"
-    PRIORITY = "priority"
-    LONG_CONTEXT = "long_context"
-    OPERATOR = "operator"
-
-
-@dataclass(frozen=True)
-class History:
-    """What one plan hands to the next.
-
-    Attributes:
-        waited: by tier, windows with requests and without an engine that meets their targets.
-        wanted: the layout that was wanted last.
-        windows: how often in a row it was.
-        longest: tokens of the longest request that was there last which not every engine holds; 0 if that is long ago.
-        since: windows since then.
-    """
-
-    waited: Mapping[str, int] = field(default_factory=dict)
-    wanted: str = ""
-    windows: int = 0
-    longest: int = 0
-    since: int = 0
-
-
-@dataclass(frozen=True)
-class Situation:
-    """All that a plan depends on.
-
-    Attributes:
-        demands: by tier; a deployment without tiers has one.
-        speeds: of each TP size, ascending.
-        gpus: of the deployment.
-        layout: that serves.
-        running: what its engines have, by name.
-        price: of a switch.
-        longest_tokens: of the longest request that is there and that not every engine holds; 0 if there is none.
-        horizon_s: time over which a gain counts, or for which it has been missed, if that is longer.
-        window_s: time from one plan to the next.
-        history: of the plan before.
-        asked: somebody has asked for something since the start; before that no layout is known to be better.
-        calm: windows in a row that a layout has to be wanted if the one that serves carries the load as well.
-        handover_ms: that a request takes from an engine that has read it to one that decodes.
-        steady: about as many requests end as arrive, so that lengths of outputs are known; else no roles are given.
-        gives_roles: engines may be given roles; else they keep those that they have for as long as these carry as much.
-    """
-
-    demands: tuple[Demand, ...]
-    speeds: tuple[Speed, ...]
-    gpus: int
-    layout: Layout
-    running: Mapping[str, Running]
-    price: Price
-    longest_tokens: int = 0
-    horizon_s: float = 5.0
-    window_s: float = 1.0
-    history: History = History()
-    asked: bool = True
-    calm: int = CALM
-    handover_ms: float = HANDOVER_MS
-    steady: bool = True
-    gives_roles: bool = True
-
-
-@dataclass(frozen=True)
-class Option:
-    """A layout that was compared.
-
-    Attributes:
-        counts: engines by TP size.
-        worth: what they are worth.
-        division: what they do, if not all are mixed.
-        ends_rps: requests that end within their targets, with what chance takes of them; None if it was not reckoned.
-    """
-
-    counts: Counts
-    worth: Worth
-    division: Division | None = None
-    ends_rps: float | None = None
-
-    @property
-    def engines(self) -> Division:
-        return Division(self.counts) if self.division is None else self.division
-
-    def __str__(self) -> str:
-        return str(self.engines)
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The best of the divisions that were compared, against the best of layouts with mixed engines.
-
-    Attributes:
-        engines: of the division; empty if none was compared.
-        roles_rps, mixed_rps: requests that end within their targets, with what chance takes of them.
-        chosen: the division is the best of all.
-        reason: in words.
-    """
-
-    engines: str
-    roles_rps: float
-    mixed_rps: float
-    chosen: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The decision.
-
-    Attributes:
-        layout: that should serve next; the one that serves, unless `move`.
-        move: switch now.
-        wanted: the best layout, whether or not it is worth a switch now.
-        trigger: why; None if nothing better is known.
-        reason: in words, also for staying.
-        tiers: by engine of `wanted`, the tiers that it is there for.
-        serving: the same, by engine of `layout`.
-        strategy: how the switch treats what runs.
-        rows: the table of estimates.
-        options: all that was compared, the best first.
-        bill: of a switch to `wanted`.
-        history: for the next plan.
-        roles: whether engines in roles would carry more than mixed ones, and why; None if nobody asks for anything, or
-            if engines have no roles and are not to be given any.
-    """
-
-    layout: Layout
-    move: bool
-    wanted: Layout
-    trigger: Trigger | None
-    reason: str
-    tiers: Mapping[str, tuple[str, ...]]
-    serving: Mapping[str, tuple[str, ...]]
-    strategy: Strategy
-    rows: tuple[Row, ...]
-    options: tuple[Option, ...]
-    bill: Bill
-    history: History
-    roles: Roles | None = None
 
 
 def plan(now: Situation) -> Plan:
@@ -219,13 +63,13 @@ def plan(now: Situation) -> Plan:
 
     longest, since = _longest(now)
     # An engine that was bound for what has ended is kept for a while, but none is bound for it.
-    kept = longest if _holds(held.prompts, speeds) >= longest else now.longest_tokens
+    kept = longest if longest_held(held.prompts, speeds) >= longest else now.longest_tokens
 
     def musts(option: Option) -> tuple[bool, bool, int]:
         engines = option.engines
         return (
             overdue is None or divider.meets(overdue, engines),
-            _holds(engines.prompts, speeds) >= kept,
+            longest_held(engines.prompts, speeds) >= kept,
             sum(divider.meets(row, engines) for row in rows),
         )
 
@@ -234,7 +78,7 @@ def plan(now: Situation) -> Plan:
     options = [
         Option(counts, appraiser.worth(counts))
         for counts in _candidates(current, own, now)
-        if counts == current or _holds(counts, speeds) >= runs
+        if counts == current or longest_held(counts, speeds) >= runs
     ]
     # Of equal ones the first, which is the one that serves.
     options.sort(key=lambda option: (*musts(option), round(option.worth.value, 9)), reverse=True)
@@ -270,7 +114,7 @@ def plan(now: Situation) -> Plan:
         stuck or f"{serving} is the best that is known, or nearly",
     )
     if wanted != now.layout:
-        trigger, why, row = _why(rows, best, serving, now, speeds, divider)
+        trigger, why, row = why_change(rows, best, serving, now, speeds, divider)
         if row is not None:
             strategy = strategy_for(row, now.layout, wanted, now.running, speeds, now.horizon_s)
         lost = _lost(rows, cost)
@@ -389,11 +233,6 @@ def _longest(now: Situation) -> tuple[int, int]:
     return now.longest_tokens, 0
 
 
-def _holds(counts: Counts, speeds: Mapping[int, Speed]) -> int:
-    """Tokens of the longest request that a layout holds."""
-    return max((speeds[tp].request_tokens for tp, number in counts.items() if number), default=0)
-
-
 def _too_long(now: Situation, wanted: Layout, speeds: Mapping[int, Speed]) -> str | None:
     """Why a layout cannot be gone over to: an engine that leaves has a request that none holds which enters."""
     long = {name: one.longest_tokens for name, one in now.running.items() if one.longest_tokens}
@@ -454,60 +293,3 @@ def _lost(rows: Sequence[Row], cost: Bill) -> float:
     weight = sum(row.weight * row.offered_rps for row in rows) / offered
     alone_s = sum(row.alone_ms * row.offered_rps for row in rows) / offered / 1e3
     return weight * (1 + QUICK) * pause_s * (cost.requests / max(alone_s, pause_s, 1e-6) + offered)
-
-
-def _why(
-    rows: Sequence[Row],
-    best: Option,
-    serving: Option,
-    now: Situation,
-    speeds: Mapping[int, Speed],
-    divider: Divider,
-) -> tuple[Trigger, str, Row | None]:
-    """The trigger of a change, its reason in words, and, if it is for a tier, which."""
-    holds = _holds(serving.engines.prompts, speeds)
-    idle = not any(row.demand.is_there for row in rows)
-    if now.longest_tokens > holds:
-        why = f"a request of {now.longest_tokens} tokens is there, {serving} holds {holds}"
-        return Trigger.LONG_CONTEXT, why, None
-    for row in rows:
-        if not divider.meets(row, serving.engines) and divider.meets(row, best.engines):
-            terms = row.demand.terms
-            named, whose = f"tier {terms.tier}", ""
-            if terms.ttft_ms is not None and terms.tpot_ms is not None:
-                named, whose = f"{named} ({terms.ttft_ms:g} / {terms.tpot_ms:g} ms)", " within its targets"
-            has = "has no requests now, and the next one" if idle else "has requests, which"
-            why = f"{named} {has} {serving} cannot serve{whose}"
-            return Trigger.PRIORITY, why, row
-    if idle:
-        times = [_duration(_mean_ms(option, rows)) for option in (serving, best)]
-        return Trigger.LOAD, f"no requests now; the next one takes {times[0]} on {serving}, {times[1]} on {best}", None
-    load = sum(row.offered_rps for row in rows)
-    apart = serving.division is not None or best.division is not None
-    if apart and min(serving.ends_rps or 0.0, best.ends_rps or 0.0) < (1 - BEHIND) * load:
-        told = [f"{option} ends {option.ends_rps or 0.0:.3g} of it within the targets" for option in (serving, best)]
-        return Trigger.LOAD, f"load {load:.3g} req/s: {told[0]}, {told[1]}", None
-    told = [_carries(option, rows, load) for option in (serving, best)]
-    return Trigger.LOAD, f"load {load:.3g} req/s: {told[0]}, {told[1]}", None
-
-
-def _carries(option: Option, rows: Sequence[Row], load: float) -> str:
-    """What an option does of a load in requests/s; the time of requests where it keeps up, as else they queue."""
-    carried = sum(option.worth.carried_rps.values())
-    if carried < (1 - BEHIND) * load:
-        return f"{option} carries {carried:.3g} of it"
-    return f"{option} carries it in {_duration(_mean_ms(option, rows))} a request"
-
-
-def _duration(ms: float) -> str:
-    return f"{ms:.0f} ms" if ms < 10_000 else f"{ms / 1e3:.0f} s"
-
-
-def _mean_ms(option: Option, rows: Sequence[Row]) -> float:
-    carried = option.worth.carried_rps
-    total = sum(carried.values())
-    return (
-        sum(carried[row.tier] * option.worth.time_ms[row.tier] for row in rows if carried[row.tier]) / total
-        if total
-        else 0.0
-    )

@@ -20,6 +20,8 @@ QUICK = 0.5
 """A request that ends within its targets is worth its tier's weight, and up to this part of it more, the nearer its
 time is to the least that is possible here. So a layout that carries more is preferred to one that is quicker."""
 
+BEHIND = 0.02
+"""Load is left behind if more than this part of it is not carried."""
 SLOW = 0.1
 """Where so much of the load is left behind, being quick is worth nothing more: what counts is how much is carried."""
 
@@ -194,6 +196,11 @@ class Appraiser:
         asked = sum(other.weight * other.demand.rate_rps for other in there)
         looser = sum(other.weight * other.demand.rate_rps for other in there if tpot_ms_of(other) > tightest)
         return guarded, looser, asked
+
+
+def longest_held(counts: Counts, speeds: Mapping[int, Speed]) -> int:
+    """Tokens of the longest request that a layout holds."""
+    return max((speeds[tp].request_tokens for tp, number in counts.items() if number), default=0)
 
 
 def tpot_ms_of(row: Row) -> float:

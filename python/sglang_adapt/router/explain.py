@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sglang_adapt.policy.planner import Plan
+from sglang_adapt.policy.situation import Plan
 from sglang_adapt.policy.worth import Row
 
 

@@ -24,8 +24,9 @@ from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.policy.demand import Terms, Unfinished
 from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.pilot import REST_WINDOWS, Pilot
-from sglang_adapt.policy.planner import STARVED, History, Plan, Situation, Trigger, plan
+from sglang_adapt.policy.planner import STARVED, plan
 from sglang_adapt.policy.price import Price, Running
+from sglang_adapt.policy.situation import History, Plan, Situation, Trigger
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.explain import explain
 from sglang_adapt.router.modes import Modes

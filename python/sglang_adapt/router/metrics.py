@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from sglang_adapt.core.layout import Layout
-from sglang_adapt.policy.planner import Plan, Trigger
+from sglang_adapt.policy.situation import Plan, Trigger
 from sglang_adapt.router.switch import Outcome, Phase, Switch, Way
 
 _SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)

@@ -21,7 +21,7 @@ from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.policy.carry import Costs, NoRoomError, Strategy
-from sglang_adapt.policy.planner import Trigger
+from sglang_adapt.policy.situation import Trigger
 from sglang_adapt.router.calls import EngineCallError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.entering import Entering

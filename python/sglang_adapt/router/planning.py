@@ -9,9 +9,9 @@ from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.planner import Plan
 from sglang_adapt.policy.price import Price
 from sglang_adapt.policy.profile import Corrected, shared_corrections
+from sglang_adapt.policy.situation import Plan
 from sglang_adapt.policy.tiers import TierSettings
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.manager import Planning

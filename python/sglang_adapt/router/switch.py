@@ -15,7 +15,7 @@ from sglang_adapt.core.laps import slowest
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.kv.plan import IntArray
 from sglang_adapt.policy.carry import Strategy
-from sglang_adapt.policy.planner import Trigger
+from sglang_adapt.policy.situation import Trigger
 from sglang_adapt.router.copying import Blocks
 
 Phase = Literal["prepare", "precopy", "export", "reload", "plan", "adopt", "release"]

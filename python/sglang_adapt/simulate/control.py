@@ -11,8 +11,9 @@ from sglang_adapt.policy.assign import promises
 from sglang_adapt.policy.carry import Mover, Room, Strategy, carry
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.pilot import Pilot
-from sglang_adapt.policy.planner import Plan, plan
+from sglang_adapt.policy.planner import plan
 from sglang_adapt.policy.price import Price, Running
+from sglang_adapt.policy.situation import Plan
 from sglang_adapt.router.traffic import Traffic
 from sglang_adapt.simulate.engine import Request, SimulatedEngine
 from sglang_adapt.simulate.handover import HandingOver
