@@ -145,7 +145,7 @@ def test_replies_do_not_reach_the_front() -> None:
     reply = wire.reply_message(EngineReply(3, 0, [OK]))
     world.reply("tp1@0", reply)
     assert world.tokenizer == []
-    assert [(name, wire.reply_of(data).id) for name, data in world.replied] == [("tp1@0", 3)]
+    assert [(name, wire.said_in(data).id) for name, data in world.replied] == [("tp1@0", 3)]
 
 
 # The ranks' side.

@@ -10,6 +10,7 @@ import pytest
 from sglang.srt.managers import io_struct
 from switch_fakes import FAULTS, ONES, SETTINGS, SPECS, TWO, Node
 
+from sglang_adapt.router import entering
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.switch import SwitchRefusedError
 
@@ -533,4 +534,24 @@ def test_an_engine_that_enters_and_dies_while_the_others_tell_their_requests() -
         node.check()
         assert {name: len(rids) for name, rids in node.where().items()} == {"tp1@0": 2, "tp1@1": 2}
 
+    run(story)
+
+
+def test_an_engine_gets_few_blocks_with_its_requests_and_all_others_right_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leases: list[int] = []
+
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        before, _ = node.pools.counts(SPECS["tp1@0"])
+        node.during["tp2@0-1", "kv_grow"] = lambda: leases.append(len(node.fakes["tp2@0-1"].lease[0]))
+        await node.switch(TWO)
+        # Four requests of 41 tokens, a page for the next token of each, and what every engine keeps.
+        assert leases == [4 * 2 + 4 + SETTINGS.standby_blocks]
+        leased, free = node.pools.counts(SPECS["tp2@0-1"])
+        assert (leased, free) == (before, 0)
+
+    monkeypatch.setattr(entering, "LENT_TOKENS", 0)
+    monkeypatch.setattr(entering, "LEAVE_TOKENS", 32)
     run(story)

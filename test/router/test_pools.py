@@ -47,7 +47,7 @@ class Ranks:
         answers = []
         for pages in self.held[engine]:
             given = [pages.pop() for _ in range(payload["count"])]
-            answers.append({"pages": pack_ids(given)})
+            answers.append({"pages": pack_ids(sorted(given))})
         return answers
 
 

@@ -1,7 +1,7 @@
 """Our own messages: between the front and the router, and between the router and an engine's ranks.
 
 One struct a message, msgpack on the wire. Front and router have a socket for them. Router and engine have not: theirs
-travel inside stock's RPC messages (`upstream/wire.py`), in order with everything else.
+travel on stock's sockets (`upstream/wire.py`), in order with everything else.
 
 Stock messages keep stock's format and travel on stock's sockets; nothing is added to them.
 """

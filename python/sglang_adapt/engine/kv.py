@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from sglang_adapt.core.block_ids import pack_ids, unpack_ids
 from sglang_adapt.upstream.control import finish_device_work
 from sglang_adapt.upstream.kv_lease import EngineLease
@@ -34,7 +36,7 @@ def give_back(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, A
         CannotShrinkError: requests hold too many; nothing has changed.
     """
     finish_device_work(scheduler)
-    return {"pages": pack_ids(EngineLease.of(scheduler).give_back(payload["count"]))}
+    return {"pages": pack_ids(np.sort(EngineLease.of(scheduler).give_back(payload["count"])))}
 
 
 def state(scheduler: Any, rank: int, payload: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_adapt.core.block_ids import ascending
 from sglang_adapt.kv.geometry import DUMMY_BLOCK, PoolGeometry
 from sglang_adapt.kv.plan import IntArray
 
@@ -122,9 +123,10 @@ class LeasePages:
 
     def _check(self, pages: npt.ArrayLike) -> IntArray:
         checked = np.asarray(pages, dtype=np.int32).reshape(-1)
+        if not len(checked):
+            return checked
         for page in checked[(checked <= DUMMY_BLOCK) | (checked >= len(self._leased))]:
             raise LeaseError(f"{self.engine}: page {page} cannot be leased; pages are 1 to {len(self._leased) - 1}")
-        times = np.bincount(checked, minlength=1)
-        if times.max() > 1:
+        if not ascending(checked) and (times := np.bincount(checked)).max() > 1:
             raise LeaseError(f"{self.engine}: page {times.argmax()} is named twice")
         return checked

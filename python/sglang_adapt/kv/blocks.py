@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_adapt.core.block_ids import ascending
 from sglang_adapt.kv.geometry import DUMMY_BLOCK, PoolGeometry
 from sglang_adapt.kv.ledger_format import (
     MAX_ENGINE,
@@ -85,6 +86,7 @@ class BlockLedger:
         self.gpu = gpu
         self._memory = format_ledger(buffer, geometry, gpu, run_id, os.getpid(), overwrite=overwrite)
         self._memory.state[DUMMY_BLOCK] = BlockState.DUMMY
+        self._counted: dict[tuple[BlockState, int | None], int] = {}
         publish(self._memory)
 
     @property
@@ -96,7 +98,11 @@ class BlockLedger:
         return ids_of(self._memory.state, self._memory.owner, state, engine)
 
     def count(self, state: BlockState, engine: int | None = None) -> int:
-        return int(np.count_nonzero(_chosen(self._memory.state, self._memory.owner, state, engine)))
+        """How many blocks are in a state; those of one engine if it is given. Counted anew after a change only."""
+        if (state, engine) not in self._counted:
+            chosen = _chosen(self._memory.state, self._memory.owner, state, engine)
+            self._counted[state, engine] = int(np.count_nonzero(chosen))
+        return self._counted[state, engine]
 
     def counts(self) -> dict[BlockState, int]:
         """How many blocks are in each state."""
@@ -109,12 +115,12 @@ class BlockLedger:
         Raises:
             NoFreeBlocksError: naming the GPU, what was asked for and what is free.
         """
-        free = self.ids(BlockState.FREE)
-        if count < 0 or count > len(free):
+        free = self.count(BlockState.FREE)
+        if count < 0 or count > free:
             raise NoFreeBlocksError(
-                f"GPU {self.gpu}: {count} blocks were asked for, {len(free)} of {self.geometry.blocks} are free"
+                f"GPU {self.gpu}: {count} blocks were asked for, {free} of {self.geometry.blocks} are free"
             )
-        return free[:count]
+        return self.ids(BlockState.FREE)[:count] if count else _NO_BLOCKS
 
     def take(self, count: int, engine: int, state: BlockState, epoch: int) -> IntArray:
         """Give `count` free blocks to an engine as LEASED (its lease grows) or RESERVED (for a request on its
@@ -129,8 +135,7 @@ class BlockLedger:
             raise LedgerError(f"GPU {self.gpu}: free blocks become leased or reserved, not {state.name.lower()}")
         self._check_engine(engine)
         ids = self.require_free(count)
-        with self._change(epoch):
-            self._set(ids, state, engine, epoch)
+        self.put(ids, engine, state, epoch)
         return ids
 
     def require(self, ids: npt.ArrayLike, engine: int, state: BlockState, *, idle: bool = False) -> IntArray:
@@ -145,22 +150,22 @@ class BlockLedger:
         blocks = np.asarray(ids, dtype=np.int32)
         if blocks.ndim != 1:
             raise LedgerError(f"GPU {self.gpu}: a list of blocks is one-dimensional, not {blocks.shape}")
+        if not len(blocks):
+            return blocks
         outside = blocks[(blocks < 0) | (blocks >= self.geometry.blocks)]
         if len(outside):
             raise LedgerError(f"GPU {self.gpu}: block {outside[0]} does not exist ({self.geometry.blocks} blocks)")
-        times = np.bincount(blocks, minlength=1)
-        if times.max() > 1:
+        if not ascending(blocks) and (times := np.bincount(blocks)).max() > 1:
             raise LedgerError(f"GPU {self.gpu}: block {times.argmax()} is named twice")
-        memory = self._memory
-        wrong = blocks[(memory.state[blocks] != state) | (memory.owner[blocks] != engine)]
-        if len(wrong):
+        memory, at = self._memory, _at(blocks)
+        wrong = (memory.state[at] != state) | (memory.owner[at] != engine)
+        if wrong.any():
+            first = blocks[wrong][0]
             raise LedgerError(
-                f"GPU {self.gpu}: block {wrong[0]} is {self._say(wrong[0])}, not {state.name.lower()} with "
-                f"engine {engine}"
+                f"GPU {self.gpu}: block {first} is {self._say(first)}, not {state.name.lower()} with engine {engine}"
             )
-        busy = blocks[memory.copies[blocks] > 0]
-        if idle and len(busy):
-            raise LedgerError(f"GPU {self.gpu}: block {busy[0]} is being copied; wait for the copy to end")
+        if idle and (busy := memory.copies[at] > 0).any():
+            raise LedgerError(f"GPU {self.gpu}: block {blocks[busy][0]} is being copied; wait for the copy to end")
         return blocks
 
     def require_movable(self, ids: npt.ArrayLike, engine: int, before: BlockState, after: BlockState) -> IntArray:
@@ -184,12 +189,20 @@ class BlockLedger:
                 or blocks that are being written are to be leased. Nothing has changed.
             StaleEpochError: `epoch` is below the ledger's.
         """
-        blocks = self.require_movable(ids, engine, before, after)
+        self.put(self.require_movable(ids, engine, before, after), engine, after, epoch)
+
+    def put(self, blocks: IntArray, engine: int, state: BlockState, epoch: int) -> None:
+        """Change the state of blocks of which `require_free` or `require_movable` has just said that it may be. FREE
+        becomes QUARANTINED where a copy is in flight.
+
+        Raises:
+            StaleEpochError: `epoch` is below the ledger's.
+        """
         with self._change(epoch):
-            if after is BlockState.FREE:
+            if state is BlockState.FREE:
                 self._free(blocks, epoch)
             else:
-                self._set(blocks, after, engine, epoch)
+                self._set(blocks, state, engine, epoch)
 
     def return_all(self, engine: int, epoch: int) -> int:
         """Take back every block of an engine that has died; returns how many. Those in a copy are
@@ -313,15 +326,20 @@ class BlockLedger:
             memory.put("epoch", epoch)
             yield
         finally:
+            self._counted.clear()
             memory.put("sequence", memory.get("sequence") + 1)
 
     def _set(self, blocks: IntArray, state: BlockState, engine: int, epoch: int) -> None:
-        self._memory.state[blocks] = state
-        self._memory.owner[blocks] = engine
-        self._memory.stamp[blocks] = epoch
+        at = _at(blocks)
+        self._memory.state[at] = state
+        self._memory.owner[at] = engine
+        self._memory.stamp[at] = epoch
 
     def _free(self, blocks: IntArray, epoch: int) -> None:
-        copied = self._memory.copies[blocks] > 0
+        copied = self._memory.copies[_at(blocks)] > 0
+        if not copied.any():
+            self._set(blocks, BlockState.FREE, NO_ENGINE, epoch)
+            return
         self._set(blocks[~copied], BlockState.FREE, NO_ENGINE, epoch)
         self._set(blocks[copied], BlockState.QUARANTINED, NO_ENGINE, epoch)
 
@@ -340,6 +358,16 @@ def ids_of(
 ) -> IntArray:
     """Blocks in a state, ascending; those of one engine if it is given."""
     return np.flatnonzero(_chosen(states, owners, state, engine)).astype(np.int32)
+
+
+_NO_BLOCKS: IntArray = np.zeros(0, dtype=np.int32)
+
+
+def _at(blocks: IntArray) -> IntArray | npt.NDArray[np.int64] | slice:
+    """Where blocks are in the ledger's columns: a slice if they follow one another, which is ten times as fast."""
+    if len(blocks) and blocks[-1] - blocks[0] == len(blocks) - 1 and ascending(blocks):
+        return slice(int(blocks[0]), int(blocks[-1]) + 1)
+    return blocks.astype(np.int64)
 
 
 def _chosen(

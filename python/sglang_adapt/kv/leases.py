@@ -201,9 +201,10 @@ class Leases:
     def _take(self, engine: EngineRanks, count: int, state: BlockState, epoch: int) -> IntArray:
         ledgers = self._of(engine)
         self._require_epoch(ledgers, epoch)
-        for ledger in ledgers:
-            ledger.require_free(count)
-        return np.stack([ledger.take(count, engine.number, state, epoch) for ledger in ledgers])
+        free = [ledger.require_free(count) for ledger in ledgers]
+        for ledger, ids in zip(ledgers, free, strict=True):
+            ledger.put(ids, engine.number, state, epoch)
+        return np.stack(free)
 
     def _move(self, engine: EngineRanks, ids: BlockLists, before: BlockState, after: BlockState, epoch: int) -> None:
         counts = [len(row) for row in ids]
@@ -214,11 +215,11 @@ class Leases:
         rows = np.asarray(ids, dtype=np.int32)
         ledgers = self._of(engine)
         self._require_epoch(ledgers, epoch)
-        if len(ledgers) > 1:
-            for ledger, row in zip(ledgers, rows, strict=True):
-                ledger.require_movable(row, engine.number, before, after)
-        for ledger, row in zip(ledgers, rows, strict=True):
-            ledger.move(row, engine.number, before, after, epoch)
+        checked = [
+            ledger.require_movable(row, engine.number, before, after) for ledger, row in zip(ledgers, rows, strict=True)
+        ]
+        for ledger, blocks in zip(ledgers, checked, strict=True):
+            ledger.put(blocks, engine.number, after, epoch)
 
     def _of(self, engine: EngineRanks) -> list[BlockLedger]:
         return [self._ledger(gpu) for gpu in engine.gpus]

@@ -126,8 +126,8 @@ class EngineCalls:
         return _timed(_answers(engine, name, reply), reply, sent_s)
 
     def on_reply(self, engine: str, data: bytes) -> None:
-        """An engine's RpcReqOutput has come. One that nobody waits for any more is dropped."""
-        reply = wire.reply_of(data)
+        """What an engine says to the router has come. One that nobody waits for any more is dropped."""
+        reply = wire.said_in(data)
         if isinstance(reply, EngineNotice):
             if self._noticed is not None:
                 self._noticed(engine, reply.payload)

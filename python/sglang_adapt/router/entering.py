@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sglang_adapt.core.block_ids import pack_ids
-from sglang_adapt.core.handoff import AdoptAnswer, AdoptCall
+from sglang_adapt.core.handoff import AdoptAnswer, AdoptCall, KvSource
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.kv.ledger_format import LedgerError
 from sglang_adapt.kv.plan import CopyBatch, IntArray, RequestCopy, batches_to
@@ -19,9 +19,14 @@ from sglang_adapt.router.kept import Kept
 from sglang_adapt.router.leaving import Leaving
 from sglang_adapt.router.lives import Lives
 from sglang_adapt.router.pools import Pools
-from sglang_adapt.router.precopy import Precopy
+from sglang_adapt.router.precopy import LEAVE_TOKENS, Precopy
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import Arrival, Switch, SwitchRefusedError
+
+LENT_TOKENS = 65536
+"""Tokens for which an engine gets free blocks together with its requests, beside `LEAVE_TOKENS` for each of these. It
+gets all others right after, so that nobody waits longer in a larger pool; until then this is room for the next tokens
+and for some prompts."""
 
 
 class Entering:
@@ -116,19 +121,22 @@ class Entering:
             reserved = pools.reserve(spec, sum(counts))
         except LedgerError as error:
             raise CallRefusedError(f"{spec}: {error}") from error
-        lent = pools.lend(spec, pools.available(spec))
+        page = pools.settings.geometry.tokens_per_block(spec.tp)
+        soon = -(-(LENT_TOKENS + LEAVE_TOKENS * len(arrivals)) // page)
+        lent = pools.lend(spec, min(soon, pools.available(spec)))
         shares = share_out(reserved, counts)
+        sources = [arrival.kv_source for arrival in arrivals]
         call = AdoptCall(
             switch.epoch,
             [arrival.request for arrival in arrivals],
             by_rank(shares, spec.tp),
-            sources=[arrival.kv_source for arrival in arrivals],
+            sources=sources,
             grow=[pack_ids(rank) for rank in lent],
         )
         answers = await copy_into(
             pools,
             spec,
-            _copies(spec, arrivals, shares),
+            _copies(spec, arrivals, sources, shares),
             ask=lambda: ask_handoff(pools, spec, call, AdoptAnswer),
             give_up=lambda: pools.refused(spec, reserved, lent),
         )
@@ -139,13 +147,14 @@ class Entering:
         self._router.attach(self._router.engines[spec.name], answers[0].adopted)
 
 
-def _copies(spec: EngineSpec, arrivals: Sequence[Arrival], shares: Sequence[IntArray]) -> list[CopyBatch]:
+def _copies(
+    spec: EngineSpec, arrivals: Sequence[Arrival], sources: Sequence[KvSource], shares: Sequence[IntArray]
+) -> list[CopyBatch]:
     """The copies that bring the arrivals' KV to an engine, for the ledgers."""
     copies: list[tuple[Sequence[int], RequestCopy]] = []
-    for arrival, mine in zip(arrivals, shares, strict=True):
+    for arrival, source, mine in zip(arrivals, sources, shares, strict=True):
         request = arrival.request
         if arrival.source is not None and request.kv_tokens > request.ahead:
-            blocks = np.asarray(arrival.kv_source.blocks, dtype=np.int32)
-            copy = RequestCopy(request.rid, request.kv_tokens, blocks, mine, request.ahead)
-            copies.append((arrival.source.spec.gpus, copy))
+            blocks = np.asarray(source.blocks, dtype=np.int32)
+            copies.append((source.gpus, RequestCopy(request.rid, request.kv_tokens, blocks, mine, request.ahead)))
     return batches_to(tuple(spec.gpus), copies)

@@ -222,7 +222,9 @@ class Modes:
         router.activate(switch.after)
         with switch.phase("release"):
             gone = [export for export in exports if export.spec not in self.kept.exports]
-            await asyncio.gather(*(self._leaving.release(switch, export) for export in gone))
+            # What the engines that enter did not get with their requests comes first.
+            rest = fill(self._pools, self._up, switch.entering)
+            await asyncio.gather(rest, *(self._leaving.release(switch, export) for export in gone))
             await fill(self._pools, self._up, switch.after.engines)
 
     async def _copy_ahead(self, switch: Switch, precopy: Precopy) -> None:

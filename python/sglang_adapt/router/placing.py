@@ -53,8 +53,11 @@ class Placing:
             request.rid: (request, export) for export in exports for request in export.requests if request.rid in there
         }
         role_of = switch.after.role_of
+        # Asked once an export, because each request of it is looked at.
+        lives = {export.spec: self._lives(export) for export in exports}
+        gpus = {export.spec: tuple(export.spec.gpus) for export in exports}
         sent = precopy.place(
-            [request for request, export in by_rid.values() if self._lives(export)],
+            [request for request, export in by_rid.values() if lives[export.spec]],
             [self.room(spec, role_of[spec]) for spec in switch.entering],
         )
         rooms = {spec.name: self.room(spec, role_of[spec]) for spec in switch.entering}
@@ -64,8 +67,8 @@ class Placing:
         movers = [
             Mover(
                 rid,
-                tuple(export.spec.gpus),
-                request.kv_tokens if self._lives(export) else 0,
+                gpus[export.spec],
+                request.kv_tokens if lives[export.spec] else 0,
                 request.length,
                 request.most_tokens,
             )
@@ -73,26 +76,29 @@ class Placing:
             if rid not in sent
         ]
         strategy = Strategy.AUTO if switch.strategy is Strategy.DRAIN else switch.strategy
-        carried = {
-            carriage.rid: carriage for carriage in carry(movers, list(rooms.values()), strategy, self._costs)
-        } | {rid: Carriage(rid, ahead.spec.name, migrate=True) for rid, ahead in sent.items()}
+        carried = {carriage.rid: carriage for carriage in carry(movers, list(rooms.values()), strategy, self._costs)}
         arrivals: dict[EngineSpec, list[Arrival]] = {spec: [] for spec in switch.entering}
         for rid, (request, export) in by_rid.items():
-            if rid not in sent:
-                request = precopy.whole(export.spec, request)
-            arrival = self._arrival(switch, carried[rid], request, export, sent.get(rid))
+            if (early := sent.get(rid)) is not None:
+                arrivals[early.spec].append(self._migrated(switch, request, export, early))
+                continue
+            request = precopy.whole(export.spec, request)
+            arrival = self._arrival(switch, carried[rid], request, export)
             arrivals[self._specs[carried[rid].engine]].append(arrival)
         return arrivals
 
-    def _arrival(
-        self, switch: Switch, carriage: Carriage, request: CarriedRequest, export: Export, sent: Sent | None
-    ) -> Arrival:
+    def _migrated(self, switch: Switch, request: CarriedRequest, export: Export, sent: Sent | None) -> Arrival:
+        """A request whose KV is copied, less what was sent ahead."""
+        geometry = self._pools.settings.geometry
+        switch.requests["migrated"] += 1
+        switch.kv_tokens += request.kv_tokens
+        switch.kv_bytes += request.kv_tokens * geometry.planes * geometry.kv_heads * geometry.head_bytes
+        return Arrival(request, export, sent, geometry.tokens_per_block(export.spec.tp))
+
+    def _arrival(self, switch: Switch, carriage: Carriage, request: CarriedRequest, export: Export) -> Arrival:
+        """A request of which nothing was sent ahead that could be used."""
         if carriage.migrate:
-            geometry = self._pools.settings.geometry
-            switch.requests["migrated"] += 1
-            switch.kv_tokens += request.kv_tokens
-            switch.kv_bytes += request.kv_tokens * geometry.planes * geometry.kv_heads * geometry.head_bytes
-            return Arrival(request, export, sent, geometry.tokens_per_block(export.spec.tp))
+            return self._migrated(switch, request, export, None)
         if request.kv_tokens or request.recompute:
             switch.requests["recomputed"] += 1
             return Arrival(request.without_kv())

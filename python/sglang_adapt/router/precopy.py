@@ -157,10 +157,11 @@ class Precopy:
             rooms: of the engines that enter.
         """
         state = {room.engine: room for room in rooms}
+        deaths = {sent.spec: self._pools.deaths(sent.spec) for sent in self._sent.values()}
         placed: dict[str, Sent] = {}
         for request in requests:
             sent = self._sent.get(request.rid)
-            if sent is None or self._pools.deaths(sent.spec) != sent.deaths:
+            if sent is None or deaths[sent.spec] != sent.deaths:
                 continue
             if request.kind is not RequestKind.RUNNING or request.ahead != sent.snapshot.request.ahead:
                 continue

@@ -469,7 +469,7 @@ class Router:
             self._out.tokenizer(data)
         elif tag == wire.HEALTH_OUTPUT:
             self._out.tokenizer(data)
-        elif tag == wire.RPC_OUTPUT:
+        elif tag == wire.SAID:
             self._out.replied(engine, data)
         else:
             self._control.reply(engine.name, tag, data)

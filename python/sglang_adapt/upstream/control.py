@@ -1,9 +1,9 @@
 """Calls from the router to the ranks of an engine, through stock's RPC message.
 
 Stock's rank 0 hands every message to all ranks in one iteration, between two batches, and calls
-`handle_rpc_request` there. The reply leaves by the engine's one output socket, in order with all other output; stock's
-own RPC answers go back to whoever asked, as before. With overlap scheduling the results of one batch may not have been
-processed yet when a call is done.
+`handle_rpc_request` there. The reply leaves by the engine's one output socket, as a message of our own, in order with
+all other output; stock's own RPC answers go back to whoever asked, as before. With overlap scheduling the results of
+one batch may not have been processed yet when a call is done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Putting the KV that arrived with requests into the prefix cache: later, a little in each iteration, while they run.
 
 A request runs as well without; the cache matters to those that come after it. At the moment of a move nothing is worth
-waiting for but the next token.
+waiting for but the next token, so nothing is cached before the first batch has been launched: with overlap scheduling
+the device computes that one meanwhile.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def forget() -> None:
 def cache_some(scheduler: Any) -> bool:
     """Put a few of the noted requests into the cache, as stock does after a prefill; same order on all ranks. Stock
     knows no running request that is not cached."""
+    if not _waiting or scheduler.last_batch is None:
+        return False
     from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
 
     for _ in range(min(PER_ITERATION, len(_waiting))):
