@@ -78,7 +78,10 @@ def _run(argv: list[str], start_method: str, reloads: bool) -> int:
         if stopping.asked and code in (0, -signal.SIGTERM, -signal.SIGKILL):
             return 0
         if code < 0:
-            why = "; is there enough memory for it (dmesg tells)?" if code == -signal.SIGKILL else ""
+            why = ""
+            if code == -signal.SIGKILL:
+                # Stock's front ends itself so when a process below it has crashed, and calls the router scheduler_0.
+                why = " (a line above says so if another process crashed; scheduler_0 is the router; else see dmesg)"
             name = signal.Signals(-code).name
             print(f"error: the front ended with {name}{why}; all others are ended", file=sys.stderr, flush=True)
             return EXIT_FAULT

@@ -37,6 +37,9 @@ class Link:
     async def drain(self, timeout_s: float) -> None:
         return None
 
+    async def no_more(self) -> None:
+        return None
+
     def close(self) -> None:
         return None
 

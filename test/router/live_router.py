@@ -129,6 +129,7 @@ class LiveRouter:
     def close(self) -> None:
         """Drain, and wait for the end of everything."""
         self._control.send(messages.encode(messages.DrainRequest(1.0)))
+        self._control.send(messages.encode(messages.NoMoreRequests()))
         self._thread.join(60)
         assert not self._thread.is_alive()
         self._context.destroy(linger=0)

@@ -56,7 +56,7 @@ def test_a_keeper_that_dies_again_and_again_is_given_up() -> None:
         os.kill(again, signal.SIGKILL)
         await until(lambda: bool(failed))
         assert failed == [
-            f"keeper_gpu0-1 (pid {again}) has ended with code -9, more often than 1 times within 60 s "
+            f"keeper_gpu0-1 (pid {again}) has ended with signal 9, more often than 1 times within 60 s "
             "(--adapt-restart-limit, --adapt-restart-window)"
         ]
         assert not keepers.ready

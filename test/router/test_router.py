@@ -163,7 +163,7 @@ def test_health_checks_are_not_tracked() -> None:
 
 def test_shutting_down_refuses_new_requests() -> None:
     world = World().warm()
-    world.router.accepting = False
+    world.router.closed = True
     world.request("a")
     assert "shutting down" in world.tokenizer[0].finished_reason["message"]
 

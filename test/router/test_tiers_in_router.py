@@ -157,7 +157,7 @@ def test_a_target_of_one_request_holds_up_nobody_else() -> None:
 def test_nothing_is_remembered_of_what_a_drain_refuses() -> None:
     world = Tiered("tp2@0-1")
     ticket, _, _ = world.ask("strict")
-    world.router.accepting = False
+    world.router.closed = True
     world.router.on_front_message(wire.encode_ticket("r", ticket))
     world.request("r")
     assert [message.rid for message in world.tokenizer] == ["r"]

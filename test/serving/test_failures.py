@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -152,7 +153,9 @@ def test_no_engine_left(pair: Server) -> None:
     assert httpx.post(f"{pair.url}/generate", json=SHORT, timeout=180).status_code == 200
 
 
-def test_sigterm_drains(single: Server) -> None:
+def test_sigterm_to_all_processes_drains(single: Server) -> None:
+    """As `timeout`, terminals and service managers send it. What was accepted is answered, also requests of several
+    samples, which come to the router in two steps, the second one long after the front has accepted them."""
     files = files_of(single)
     body = {**LONG, "sampling_params": {**LONG["sampling_params"], "max_new_tokens": 600}}
     results: list[httpx.Response] = []
@@ -161,16 +164,26 @@ def test_sigterm_drains(single: Server) -> None:
     started = session_of(single)
     # The process that is named is the one that signals are for.
     assert f"ready: {single.url}, process {single.pid}\n" in single.log.read_text()
-    os.kill(single.pid, signal.SIGTERM)
+    sampled = {**LONG, "sampling_params": {**LONG["sampling_params"], "n": 2, "max_new_tokens": 40}}
+    many: list[httpx.Response] = []
+    threads = [in_background(single, sampled, many) for _ in range(8)]
+    until(lambda: sum(e["in_flight"] for e in engines(single).values()) > 1, 30, "the first of them has come")
+    os.killpg(os.getpgid(single.pid), signal.SIGTERM)
 
     def refuses() -> bool:
         answer = httpx.post(f"{single.url}/generate", json=SHORT, timeout=180)
         return answer.status_code == 503 and answer.json()["code"] == "draining"
 
     until(refuses, 5, "new requests are refused")
-    thread.join(180)
+    for one in (thread, *threads):
+        one.join(180)
     assert results[0].status_code == 200
     assert results[0].json()["meta_info"]["completion_tokens"] == 600
+    assert {answer.status_code for answer in many} <= {200, 503}
+    served = [answer.json() for answer in many if answer.status_code == 200]
+    assert [[one["meta_info"]["completion_tokens"] for one in answer] for answer in served] == [[40, 40]] * len(served)
+    said = re.search(r"shutting down: (\d+) requests to finish", single.log.read_text())
+    assert said is not None and len(served) + 1 == int(said[1])
     assert single.wait(180) == 0
     assert not [process for process in started if process.is_running()]
     assert left(files) == []

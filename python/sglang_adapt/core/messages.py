@@ -56,9 +56,14 @@ class RouterStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class DrainRequest(msgspec.Struct, frozen=True, tag=True):
-    """Front to router: stop the engines and exit; the front sends it when its requests have ended."""
+    """Front to router: finish the requests that are there and on their way, within a time, then stop the engines and
+    exit."""
 
     timeout_s: float
+
+
+class NoMoreRequests(msgspec.Struct, frozen=True, tag=True):
+    """Front to router, after a DrainRequest: all requests that the front had accepted have ended, no more will come."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag=True):
@@ -246,6 +251,7 @@ class EngineNotice(msgspec.Struct, frozen=True, tag=True):
 
 FrontToRouter = (
     DrainRequest
+    | NoMoreRequests
     | StatusRequest
     | SwitchRequest
     | LayoutRequest

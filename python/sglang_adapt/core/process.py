@@ -32,6 +32,13 @@ def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, int(sig))
 
 
+def ignore_stop_signals() -> None:
+    """Let SIGTERM and SIGINT be: they are for the first process and the front, which let the others finish first. A
+    terminal, `timeout` and service managers send them to all processes of a server."""
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, signal.SIG_IGN)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, so that none can be lost (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -170,7 +170,11 @@ class AdaptLayer:
     async def _drain(self) -> None:
         await self._link.drain(self._drain_timeout_s)
         deadline = time.monotonic() + self._drain_timeout_s + STOP_GRACE_S
+        told = False
         while self._router().is_alive():
+            if not self._working and not told:
+                await self._link.no_more()
+                told = True
             if time.monotonic() > deadline:
                 # The first process ends what is left once this one has ended.
                 logger.error(
@@ -179,7 +183,7 @@ class AdaptLayer:
                     self._drain_timeout_s,
                 )
                 break
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
         # The router has ended every request; give the answers a moment to be written.
         for _ in range(100):
             if not self._working:

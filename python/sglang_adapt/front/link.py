@@ -192,6 +192,10 @@ class RouterLink:
         """Tell the router to finish its requests within `timeout_s`, stop the engines and exit."""
         await self._send(messages.DrainRequest(timeout_s))
 
+    async def no_more(self) -> None:
+        """Tell the router, which drains, that no request comes any more."""
+        await self._send(messages.NoMoreRequests())
+
 
 def _closed() -> LinkClosedError:
     return LinkClosedError("the server is shutting down; send the request to another one")

@@ -67,6 +67,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     context = process_context(start_method)
     # Until the HTTP server runs there is nothing to drain; the launcher's process forwards Ctrl-C as SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Stock puts its sockets where temporary files go; in the run's folder they are private and go with it.
     tempfile.tempdir = run_dir
 

@@ -18,7 +18,7 @@ Use, from the process that supervises the engines (any process that may start ch
   `upstream.weights.attach.use_store(handle)` before the scheduler is built.
 - In an event loop, watch `keeper.connection` and `keeper.process.sentinel`, and call `keeper.receive()` instead of
   `wait_ready`.
-- The keeper ends when the process that started it ends, however that happens, and on SIGTERM. It ignores Ctrl-C.
+- The keeper ends when the process that started it ends, however that happens. It ignores SIGTERM and Ctrl-C.
 
 Out of scope: restarting keepers and engines, which is for whoever supervises them.
 """

@@ -65,7 +65,7 @@ class KeeperHandle:
             message = decode(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(_REAP_WAIT_S)
-            raise KeeperError(f"{self.config.name} ended before it was ready, with {self._exit()}") from None
+            raise KeeperError(f"{self.config.name} ended before it was ready, with {self.exit}") from None
         if isinstance(message, Failed):
             raise KeeperError(f"{self.config.name} could not start: {message.error}")
         if isinstance(message, Ready):
@@ -106,12 +106,12 @@ class KeeperHandle:
         if self._ready is None:
             raise KeeperError(f"{self.config.name} is not ready yet; wait for it")
         if not self.process.is_alive():
-            raise KeeperError(
-                f"{self.config.name} has ended with {self._exit()}, and its memory is gone; start it anew"
-            )
+            raise KeeperError(f"{self.config.name} has ended with {self.exit}, and its memory is gone; start it anew")
         return self._ready
 
-    def _exit(self) -> str:
+    @property
+    def exit(self) -> str:
+        """How its process has ended, in words."""
         code = self.process.exitcode
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 import setproctitle
 import torch
 
-from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.core.process import die_with_parent, ignore_stop_signals
 from sglang_adapt.keeper.config import KeeperConfig, RegionSpec
 from sglang_adapt.keeper.messages import Failed, KeeperMessage, Progress, Ready, encode
 from sglang_adapt.memory import Region, RegionHandle, SharedMemoryError, allocate
@@ -30,7 +30,7 @@ def keeper_main(config: KeeperConfig, pipe: Connection) -> None:
     started = time.monotonic()
     # The parent is the forkserver, which ends when the process that started it does.
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop_signals()
     os.environ.update(config.environment)
     give_back_cuda()
     setproctitle.setproctitle(f"sglang_adapt::{config.name}")

@@ -1,4 +1,8 @@
-"""Shutting down: refuse new work, let what runs finish, stop the engines."""
+"""Shutting down: let what has been accepted finish, stop the engines. The front refuses what is new.
+
+What the front has accepted may not have come yet: it is being tokenized, or a prompt of several samples waits for its
+prefix. So the router takes requests until the front says that it has none any more.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +37,14 @@ async def drain(
         timeout_s: how long requests may take to end; after that they get a 503.
     """
     router.accepting = False
-    router.fail_too_long("the server is shutting down")
     logger.info("draining: %d unfinished requests, at most %.0f s", router.in_flight, timeout_s)
     deadline = time.monotonic() + timeout_s
-    while router.in_flight and time.monotonic() < deadline:
+    while (router.in_flight or not router.closed) and time.monotonic() < deadline:
+        router.fail_too_long("the server is shutting down")
         if modes is not None:
             modes.let_go("the server is shutting down, and its engine is not in the layout")
         await asyncio.sleep(0.02)
+    router.closed = True
     if router.in_flight:
         router.fail_all(f"the server shut down before this request was done ({timeout_s:.0f} s)")
     stopping = asyncio.get_running_loop().create_task(supervisor.stop(_STOP_TIMEOUT_S))

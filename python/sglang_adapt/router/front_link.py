@@ -75,6 +75,8 @@ class FrontLink:
         elif isinstance(request, messages.TiersOrder):
             if self.router.admission is not None:
                 self.router.admission.reload(request.config)
+        elif isinstance(request, messages.NoMoreRequests):
+            self.router.closed = True
         elif self._draining is None:
             self._draining = asyncio.ensure_future(self._drain(request.timeout_s))
 

@@ -139,7 +139,7 @@ class Keepers:
             # A keeper that ends while it loads is told of by its connection.
             return
         keeper.process.join(0)
-        why = f"{keeper.config.name} (pid {keeper.process.pid}) has ended with code {keeper.process.exitcode}"
+        why = f"{keeper.config.name} (pid {keeper.process.pid}) has ended with {keeper.exit}"
         keeper.connection.close()
         restarts = self._restarts[keeper.config.name]
         if not restarts.again(time.monotonic()):

@@ -16,7 +16,7 @@ import zmq
 
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import EngineSpec
-from sglang_adapt.core.process import die_with_parent, process_context
+from sglang_adapt.core.process import die_with_parent, ignore_stop_signals, process_context
 from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.dead_gauges import forget_gauges
@@ -55,7 +55,7 @@ from sglang_adapt.upstream.rank import configure_logging, prepare_process
 def router_main(args: RouterArgs, report: Connection) -> None:
     """Start all engines, make the report (`start_report.py`) when every one is warm, route until told to drain."""
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop_signals()
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.update(args.environment)
     prepare_process()

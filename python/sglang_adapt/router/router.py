@@ -43,6 +43,8 @@ class Router:
         lengths: how long requests may become; None where every engine decides that alone.
 
     Attributes:
+        accepting: False while the server drains: the front accepts no new requests.
+        closed: no request comes any more that the front had accepted; one that does is refused.
         long: requests that not every engine holds.
         waiting: requests that are in no engine.
         places: where all others are.
@@ -58,6 +60,7 @@ class Router:
         lengths: Lengths | None = None,
     ) -> None:
         self.accepting = True
+        self.closed = False
         self.long = LongRequests(lengths or Lengths({}), lambda: 1e3 * time.monotonic())
         self._serving = Serving(layout, self.long)
         self.waiting = Waiting(self.long)
@@ -345,7 +348,7 @@ class Router:
 
     def _on_request(self, data: bytes) -> None:
         rid, tokens = wire.request_head(data)
-        if not self.accepting:
+        if self.closed:
             self._refuse(rid, wire.encode_unavailable(rid, "the server is shutting down"))
             return
         is_client = not rid.startswith(wire.HEALTH_RID_PREFIX)

@@ -39,6 +39,7 @@ class EngineRun:
     connections: list[Connection] = field(default_factory=list)
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     exited: set[int] = field(default_factory=set)
+    killed: set[int] = field(default_factory=set)
     ended: bool = False
     again: bool = False
 
@@ -161,7 +162,7 @@ class Supervisor:
             return
         if report.get("status") != "ready":
             connection.close()
-            self._lose(run, f"rank {rank} failed to start: {report.get('error', 'no reason given')}")
+            self._lose(run, f"rank {rank} failed to start: {report.get('error', 'no reason given')}", rank)
             return
         run.reports[rank] = report
         self._loop.add_reader(connection.fileno(), self._on_silence, run, rank)
@@ -175,7 +176,7 @@ class Supervisor:
         self._loop.remove_reader(connection.fileno())
         connection.close()
         if not self._stopping:
-            self._lose(run, f"rank {rank} (pid {process.pid}) ended{_while(run)}")
+            self._lose(run, f"rank {rank} (pid {process.pid}) ended{_while(run)}", rank)
 
     def _on_exit(self, run: EngineRun, rank: int) -> None:
         process = run.processes[rank]
@@ -187,20 +188,25 @@ class Supervisor:
             if rank not in run.reports and not run.connections[rank].closed and run.connections[rank].poll():
                 self._on_report(run, rank)
             if not run.ended:
-                self._lose(run, f"rank {rank} (pid {process.pid}) ended{_while(run)} with {_exit(process.exitcode)}")
+                why = f"rank {rank} (pid {process.pid}) ended{_while(run)} with {_exit(process.exitcode)}"
+                self._lose(run, why, rank)
         elif not self._stopping:
-            logger.info("engine %s: rank %d (pid %s): %s", run.spec, rank, process.pid, _exit(process.exitcode))
+            how = "was killed with the others" if rank in run.killed else f"ended with {_exit(process.exitcode)}"
+            logger.info("engine %s: rank %d (pid %s) %s", run.spec, rank, process.pid, how)
         if run.ended and len(run.exited) == len(run.processes):
             self._after_end(run)
 
-    def _lose(self, run: EngineRun, why: str) -> None:
+    def _lose(self, run: EngineRun, why: str, by: int | None = None) -> None:
+        """Kill what is left of an engine; `by` is the rank that has ended by itself."""
         if run.ended:
             return
         run.ended = True
         run.again = self._restarts.setdefault(run.spec, Restarts(self._limit)).again(time.monotonic())
-        for process in run.processes:
+        for rank, process in enumerate(run.processes):
             if process.is_alive():
                 process.kill()
+                if rank != by:
+                    run.killed.add(rank)
         self._on_lost(run.spec, why, run.again)
 
     def _after_end(self, run: EngineRun) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.core.process import die_with_parent, ignore_stop_signals
 from sglang_adapt.core.profile import ProfileKey
 from sglang_adapt.kv.sizing import KvShape
 from sglang_adapt.upstream.command_line import named_model, parser_told, refusals_told
@@ -267,7 +267,7 @@ def run_detokenizer(server_args: Any, port_args: Any) -> None:
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop_signals()
     prepare_process()
     run_detokenizer_process(server_args, port_args)
     # It serves for ever; stock logs what ended it and tells its parent, which here is the forkserver.

@@ -18,6 +18,8 @@ gc.disable()
 # A crashing stock child tells its parent with SIGQUIT; the parent of all of them is the forkserver, which must
 # live on. Our own entry points report a crash by their exit code instead.
 signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+# Sent to all processes of a server, it is for the first one and the front; if this one ended, so would all others.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\..*")
 
 from sglang_adapt.core.process import die_with_parent  # noqa: E402

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_adapt.core.process import die_with_parent
+from sglang_adapt.core.process import die_with_parent, ignore_stop_signals
 from sglang_adapt.upstream.allocator_warmup import warm_up_allocator
 from sglang_adapt.upstream.containment import ContainFailingMessages
 from sglang_adapt.upstream.control import Control, use_control
@@ -127,7 +127,7 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
         Exception: whatever the scheduler raises.
     """
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_stop_signals()
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.environ.update(args.environment)
     label_metrics(args.server_args, args.engine)
