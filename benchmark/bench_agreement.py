@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 
 from layouts import Layouts, sizes_of
-from server import Server, environment, write_json
+from server import Server, environment, our_flags, write_json
 from sglang_adapt.core.urls import KEEP_ALIVE_S
 
 _POLL_S = 0.001
@@ -45,12 +45,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         logs = options.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
+        sizes = {tp for layout in options.layouts for tp in sizes_of(layout)}
         flags = [
             *options.flags,
-            *("--incremental-streaming-output", "--skip-tokenizer-init", "--adapt-layout", options.layouts[0]),
-            *("--adapt-tp-sizes", ",".join(map(str, sorted({tp for x in options.layouts for tp in sizes_of(x)})))),
-            *(["--adapt-start-method", options.start_method] if options.start_method else []),
-            *(["--adapt-virtual-gpus", str(options.virtual)] if options.virtual else []),
+            "--skip-tokenizer-init",
+            *our_flags(options.layouts[0], sizes, options.start_method, options.virtual),
         ]
         with Server("ours", "sglang_adapt.launch_server", flags, logs / "ours.log") as server:
             pairs = asyncio.run(_compare(server.url, options))

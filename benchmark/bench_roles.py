@@ -35,7 +35,7 @@ from typing import Any
 import aiohttp
 
 from layouts import Layouts, sizes_of
-from server import Server, environment, write_json
+from server import Server, environment, our_flags, write_json
 from sglang_adapt.core.urls import KEEP_ALIVE_S
 from streams import Streams
 
@@ -97,13 +97,8 @@ def _options() -> argparse.Namespace:
 
 
 def _run(o: argparse.Namespace, result: dict[str, Any], logs: Path) -> None:
-    sizes = o.tp_sizes or ",".join(map(str, sorted({1, 2, *sizes_of(o.split)})))
-    flags = [
-        *o.flags,
-        *("--incremental-streaming-output", "--adapt-tp-sizes", sizes, "--adapt-layout", o.split),
-        *(["--adapt-start-method", o.start_method] if o.start_method else []),
-        *(["--adapt-virtual-gpus", str(o.virtual)] if o.virtual else []),
-    ]
+    sizes = o.tp_sizes.split(",") if o.tp_sizes else {1, 2, *sizes_of(o.split)}
+    flags = [*o.flags, *our_flags(o.split, map(int, sizes), o.start_method, o.virtual)]
     try:
         with Server("ours", "sglang_adapt.launch_server", flags, logs / "ours.log") as server:
             try:

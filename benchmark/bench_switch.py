@@ -36,7 +36,7 @@ from typing import Any
 import aiohttp
 
 from layouts import Layouts, Switched, sizes_of
-from server import Server, environment, write_json
+from server import Server, environment, our_flags, write_json
 from sglang_adapt.core.urls import KEEP_ALIVE_S
 from streams import Streams
 
@@ -130,12 +130,10 @@ class Bench:
     def ours(self, logs: Path) -> None:
         """All that needs a server of ours, with one start of it."""
         o = self._o
-        sizes = o.tp_sizes or ",".join(map(str, sorted({tp for layout in o.layouts for tp in sizes_of(layout)})))
+        sizes = o.tp_sizes.split(",") if o.tp_sizes else {tp for layout in o.layouts for tp in sizes_of(layout)}
         flags = [
             *o.flags,
-            *("--incremental-streaming-output", "--adapt-tp-sizes", sizes, "--adapt-layout", o.layouts[0]),
-            *(["--adapt-start-method", o.start_method] if o.start_method else []),
-            *(["--adapt-virtual-gpus", str(o.virtual)] if o.virtual else []),
+            *our_flags(o.layouts[0], map(int, sizes), o.start_method, o.virtual),
             *shlex.split(o.ours_flags),
         ]
         try:

@@ -14,11 +14,23 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Protocol
+
+
+def our_flags(layout: str, sizes: Iterable[int], start_method: str | None, virtual: int) -> list[str]:
+    """Flags of a server of ours for a benchmark: its first layout, its TP sizes, how it starts, and virtual GPUs
+    (0: real ones). Its chunks have new tokens only."""
+    return [
+        *("--incremental-streaming-output", "--adapt-layout", layout),
+        *("--adapt-tp-sizes", ",".join(map(str, sorted(set(sizes))))),
+        *(["--adapt-start-method", start_method] if start_method else []),
+        *(["--adapt-virtual-gpus", str(virtual)] if virtual else []),
+    ]
 
 
 class Launched(Protocol):

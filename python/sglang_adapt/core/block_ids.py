@@ -35,6 +35,14 @@ def unpack_ids(data: BlockIds) -> npt.NDArray[np.int32]:
     return np.flatnonzero(bits.view(bool)).astype(np.int32)
 
 
+def named_twice(ids: npt.NDArray[np.int32]) -> int | None:
+    """One of these ids, `[n]`, not negative, that is there more than once; None if there is none."""
+    if ascending(ids):
+        return None
+    times = np.bincount(ids)
+    return int(times.argmax()) if times.max() > 1 else None
+
+
 def ascending(ids: npt.NDArray[np.int32]) -> bool:
     """Is each of these ids, `[n]`, higher than the one before? So none is there twice."""
     return bool((ids[1:] > ids[:-1]).all())

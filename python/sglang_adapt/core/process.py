@@ -32,6 +32,11 @@ def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, int(sig))
 
 
+def exit_text(code: int | None) -> str:
+    """How a process has ended, in words, by multiprocessing's exit code."""
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
 def ignore_stop_signals() -> None:
     """Let SIGTERM and SIGINT be: they are for the first process and the front, which let the others finish first. A
     terminal, `timeout` and service managers send them to all processes of a server."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 
+from sglang_adapt.core.process import exit_text
 from sglang_adapt.keeper.config import KeeperConfig
 from sglang_adapt.keeper.messages import Failed, Progress, Ready, decode
 from sglang_adapt.keeper.process import keeper_main
@@ -112,8 +113,7 @@ class KeeperHandle:
     @property
     def exit(self) -> str:
         """How its process has ended, in words."""
-        code = self.process.exitcode
-        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return exit_text(self.process.exitcode)
 
 
 _REAP_WAIT_S = 5.0

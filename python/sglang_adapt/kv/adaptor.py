@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_adapt.core.block_ids import ascending
+from sglang_adapt.core.block_ids import named_twice
 from sglang_adapt.kv.geometry import DUMMY_BLOCK, PoolGeometry
 from sglang_adapt.kv.plan import IntArray
 
@@ -127,6 +127,6 @@ class LeasePages:
             return checked
         for page in checked[(checked <= DUMMY_BLOCK) | (checked >= len(self._leased))]:
             raise LeaseError(f"{self.engine}: page {page} cannot be leased; pages are 1 to {len(self._leased) - 1}")
-        if not ascending(checked) and (times := np.bincount(checked)).max() > 1:
-            raise LeaseError(f"{self.engine}: page {times.argmax()} is named twice")
+        if (twice := named_twice(checked)) is not None:
+            raise LeaseError(f"{self.engine}: page {twice} is named twice")
         return checked

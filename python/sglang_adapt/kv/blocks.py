@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_adapt.core.block_ids import ascending
+from sglang_adapt.core.block_ids import ascending, named_twice
 from sglang_adapt.kv.geometry import DUMMY_BLOCK, PoolGeometry
 from sglang_adapt.kv.ledger_format import (
     MAX_ENGINE,
@@ -155,8 +155,8 @@ class BlockLedger:
         outside = blocks[(blocks < 0) | (blocks >= self.geometry.blocks)]
         if len(outside):
             raise LedgerError(f"GPU {self.gpu}: block {outside[0]} does not exist ({self.geometry.blocks} blocks)")
-        if not ascending(blocks) and (times := np.bincount(blocks)).max() > 1:
-            raise LedgerError(f"GPU {self.gpu}: block {times.argmax()} is named twice")
+        if (twice := named_twice(blocks)) is not None:
+            raise LedgerError(f"GPU {self.gpu}: block {twice} is named twice")
         memory, at = self._memory, _at(blocks)
         wrong = (memory.state[at] != state) | (memory.owner[at] != engine)
         if wrong.any():

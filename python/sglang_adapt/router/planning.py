@@ -9,7 +9,7 @@ from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.price import Price
+from sglang_adapt.policy.price import GPU_PRICE, Price
 from sglang_adapt.policy.profile import Corrected, shared_corrections
 from sglang_adapt.policy.situation import Plan
 from sglang_adapt.policy.tiers import TierSettings
@@ -18,9 +18,6 @@ from sglang_adapt.router.manager import Planning
 
 ALL = "all"
 """The name of the only tier where there are none."""
-_FIRST_GPU_PRICE = Price(fixed_ms=15.0, bytes_per_s=1.6e12)
-"""Measured on 2 H200: 13 to 23 ms with 16 or 64 requests and 1 to 13 GB of KV, most of which is copied before the pause
-(`bench_switch_migrate_2xH200.json`)."""
 _FIRST_VIRTUAL_PRICE = Price(fixed_ms=100.0, bytes_per_s=2.0e9)
 
 
@@ -73,7 +70,7 @@ def make_planning(
         terms=terms,
         speeds=speeds,
         token_bytes=2 * geometry.layers * geometry.kv_heads * geometry.head_dim * geometry.itemsize,
-        price=_FIRST_VIRTUAL_PRICE if config.virtual else _FIRST_GPU_PRICE,
+        price=_FIRST_VIRTUAL_PRICE if config.virtual else GPU_PRICE,
         gives_roles=config.gives_roles,
         planned=planned,
         assign=lambda tiers_of: None if admission is None else admission.assign(tiers_of),

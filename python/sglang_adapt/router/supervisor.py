@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.process import exit_text
 from sglang_adapt.router.restarts import RestartLimit, Restarts
 
 logger = logging.getLogger(__name__)
@@ -188,10 +189,10 @@ class Supervisor:
             if rank not in run.reports and not run.connections[rank].closed and run.connections[rank].poll():
                 self._on_report(run, rank)
             if not run.ended:
-                why = f"rank {rank} (pid {process.pid}) ended{_while(run)} with {_exit(process.exitcode)}"
+                why = f"rank {rank} (pid {process.pid}) ended{_while(run)} with {exit_text(process.exitcode)}"
                 self._lose(run, why, rank)
         elif not self._stopping:
-            how = "was killed with the others" if rank in run.killed else f"ended with {_exit(process.exitcode)}"
+            how = "was killed with the others" if rank in run.killed else f"ended with {exit_text(process.exitcode)}"
             logger.info("engine %s: rank %d (pid %s) %s", run.spec, rank, process.pid, how)
         if run.ended and len(run.exited) == len(run.processes):
             self._after_end(run)
@@ -230,7 +231,3 @@ class Supervisor:
 
 def _while(run: EngineRun) -> str:
     return " while serving" if len(run.reports) == len(run.processes) else " while starting"
-
-
-def _exit(code: int | None) -> str:
-    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

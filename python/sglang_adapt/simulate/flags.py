@@ -12,8 +12,8 @@ from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.layout import Layout, parse_layout, uniform_layout
 from sglang_adapt.core.slo import SloConfig, Tier, WhenInfeasible
 from sglang_adapt.core.slo_file import read_slo_config
-from sglang_adapt.policy.price import Price
-from sglang_adapt.simulate.hardware import MODELS, PRICE, Hardware, Shape, measured, reckoned
+from sglang_adapt.policy.price import GPU_PRICE, Price
+from sglang_adapt.simulate.hardware import MODELS, Hardware, Shape, measured, reckoned
 from sglang_adapt.simulate.load import (
     Arrival,
     Cut,
@@ -68,7 +68,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
 def _hardware(options: argparse.Namespace) -> Hardware:
     sizes = tuple(sorted(_numbers("--tp-sizes", options.tp_sizes))) if options.tp_sizes else None
     shape = Shape(options.chunk, options.page, options.requests, options.kv_tokens, options.sp)
-    price = PRICE
+    price = GPU_PRICE
     if options.price is not None:
         try:
             price = Price(*(number(part) for part in options.price.split(":")))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sglang_adapt.core.profile import Profile, ProfileError, read_profile
 from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.price import Price
+from sglang_adapt.policy.price import GPU_PRICE, Price
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, Times, gpu_figures
 from sglang_adapt.policy.sequence import (
     NoSequenceProfileError,
@@ -24,8 +24,6 @@ from sglang_adapt.policy.sequence import (
 MEMORY_BYTES = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
 _FOR_KV = 0.85
 """Of a card's memory is there for weights and KV."""
-PRICE = Price(fixed_ms=15.0, bytes_per_s=1.6e12)
-"""Of a switch, as the router begins with on GPUs (`router/planning.py`)."""
 
 
 class HardwareError(ValueError):
@@ -131,7 +129,7 @@ def reckoned(
     card: str,
     tp_sizes: tuple[int, ...],
     shape: Shape,
-    price: Price = PRICE,
+    price: Price = GPU_PRICE,
     link_bytes_per_s: float | None = None,
 ) -> Hardware:
     """A deployment of a model on a card, by the roofline of `policy/profile.py`.
@@ -179,7 +177,7 @@ def reckoned(
 
 
 def measured(
-    path: Path, tp_sizes: tuple[int, ...] | None, shape: Shape, token_bytes: int, price: Price = PRICE
+    path: Path, tp_sizes: tuple[int, ...] | None, shape: Shape, token_bytes: int, price: Price = GPU_PRICE
 ) -> Hardware:
     """A deployment as a profile has it (`python -m sglang_adapt.profile`).
 
@@ -204,7 +202,7 @@ def measured(
 
 
 def of_profile(
-    profile: Profile, name: str, tp_sizes: tuple[int, ...], shape: Shape, token_bytes: int, price: Price = PRICE
+    profile: Profile, name: str, tp_sizes: tuple[int, ...], shape: Shape, token_bytes: int, price: Price = GPU_PRICE
 ) -> Hardware:
     """As `measured`, of a profile that has been read, called `name`, and has these TP sizes.
 
