@@ -33,6 +33,7 @@ from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
 H100 = ReckonedTimes(ModelFigures(1, 32, 16_060_522_496, 131_072, 2), gpu_figures("H100")[0])
 STRICT = Job(1000, 200, 300.0, 10.0)
 LOOSE = Job(1000, 200, 300.0, 20.0)
+LOOSE_LINEAR = Job(1, 1, 1000.0, 20.0)
 
 
 class Linear:
@@ -230,6 +231,37 @@ def test_no_room_is_left_for_a_target_that_cannot_be_kept() -> None:
     load = Load("a", H100, 60, 0, 60_000.0, guard_ms=5.0)
     assert guarded_ms(load) == math.inf
     assert is_feasible(LOOSE, load, forecast(LOOSE, load))
+
+
+def test_while_looser_work_waits_a_tight_target_binds_no_engine_that_is_open_to_it() -> None:
+    """Of two engines one leaves room for the strict tier; what is promised on the other one is looser."""
+    strict, loose = Job(1, 1, 1000.0, 10.0), Job(1, 1, 1000.0, 20.0)
+
+    def loads(waits_ms: float, guarded: int = 8, tightest_ms: float = 20.0) -> list[Load]:
+        kept = Load("guarded", Linear(), guarded, tightest_tpot_ms=10.0, guard_ms=10.0, waits_ms=waits_ms)
+        return [kept, Load("open", Linear(), 5, tightest_tpot_ms=tightest_ms, waits_ms=waits_ms)]
+
+    def where(job: Job, loads: list[Load]) -> str | None:
+        return admit(job, loads, reject=True, waiting=0, queue_limit=9).engine
+
+    assert where(strict, loads(0.0)) == "open", "the least load, while nothing waits"
+    assert where(strict, loads(20.0)) == "guarded", "where room is left for it, however full that is"
+    assert where(strict, loads(0.0, guarded=10)) == "open"
+    assert where(strict, loads(20.0, guarded=10)) is None, "the open one is the looser tier's while that waits"
+    assert where(strict, loads(10.0, guarded=10)) == "open", "what waits is no looser"
+    assert where(strict, loads(20.0, guarded=10, tightest_ms=10.0)) == "open", "it is bound already"
+    assert where(strict, loads(20.0, guarded=10, tightest_ms=math.inf)) == "open", "nothing is promised there"
+    assert where(loose, loads(20.0)) == where(loose, loads(0.0)) == "open"
+
+
+def test_what_is_late_leaves_room_for_what_is_not() -> None:
+    """In overload late work would else fill engines for ever, and all that comes would be late in turn."""
+    load = Load("a", Linear(), 3, tightest_tpot_ms=10.0)
+    # 4 requests take 4 ms a step: less than three quarters of the target, more than a quarter of what it leaves.
+    assert room_for(LOOSE_LINEAR, [load], 1e9) == 0
+    assert room_for(LOOSE_LINEAR, [load], 1e9, late=True) is None
+    assert room_for(LOOSE_LINEAR, [replace(load, requests=2)], 1e9, late=True) == 0
+    assert room_for(LOOSE_LINEAR, [replace(load, tightest_tpot_ms=math.inf)], 1e9, late=True) == 0
 
 
 def test_what_has_waited_is_promised_its_targets_if_they_can_still_be_met() -> None:

@@ -28,6 +28,9 @@ from sglang_adapt.policy.profile import Times
 FILL = 0.75
 """Work without a promise, or with a looser one, may bring an engine to this part of a target that is to be expected, or
 of what the target leaves beside one request's step, whichever is more."""
+LATE_FILL = 0.25
+"""The same for work whose target is missed already: what runs in time is to find room first, or in overload nothing
+would be in time any more once much is late."""
 WINDOW_MS = 2000.0
 """Over this time the share of prompts in an engine's time is reckoned."""
 _MOST_SHARE = 0.95
@@ -75,6 +78,7 @@ class Load:
         decoding: those of its requests that have their first token.
         preemptible: those of its requests that give way to one with targets.
         guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
+        waits_ms: loosest TPOT target of work that waits for room; 0 if none does.
         tiers: whose requests are promised their targets here; None: of all. Other work is taken from any tier.
         takers: engines that decode what this one reads, with what will come to them; None: it decodes itself.
     """
@@ -93,6 +97,7 @@ class Load:
     preemptible: int = 0
     tiers: frozenset[str] | None = None
     takers: tuple[Load, ...] | None = None
+    waits_ms: float = 0.0
 
     @property
     def share(self) -> float:
@@ -212,12 +217,23 @@ def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
     return (
         (load.tiers is None or job.tier in load.tiers)
         and not seen.full
+        and not _takes_from_looser(job, load)
         and seen.ttft_ms <= SAFETY * job.ttft_ms
         and seen.tpot_ms <= SAFETY * job.tpot_ms
         and seen.others_tpot_ms <= SAFETY * load.tightest_tpot_ms
         and (job.tpot_ms <= load.guard_ms or seen.others_tpot_ms <= guarded_ms(load))
         and (load.takers is None or any(decodes_within(job, taker) for taker in load.takers))
     )
+
+
+def _takes_from_looser(job: Job, load: Load) -> bool:
+    """Would its target bind an engine that looser work has to itself (`reserve.guards`), while such work waits?
+
+    Each engine would soon be bound by the tightest target otherwise, and what is looser never in time again.
+    """
+    assert job.tpot_ms is not None
+    bound = load.tightest_tpot_ms <= job.tpot_ms or math.isinf(load.tightest_tpot_ms)
+    return not bound and load.guard_ms > job.tpot_ms and load.waits_ms > job.tpot_ms
 
 
 def guarded_ms(load: Load) -> float:
@@ -227,14 +243,15 @@ def guarded_ms(load: Load) -> float:
     return guarded_by_ms(load.guard_ms, _alone_ms(load))
 
 
-def guarded_by_ms(guard_ms: float, alone_ms: float) -> float:
+def guarded_by_ms(guard_ms: float, alone_ms: float, fill: float = FILL) -> float:
     """The same, of an engine of which a step of one request takes `alone_ms`."""
-    return math.inf if guard_ms < alone_ms / SAFETY else _part_ms(guard_ms, alone_ms)
+    return math.inf if guard_ms < alone_ms / SAFETY else _part_ms(guard_ms, alone_ms, fill)
 
 
-def _filled_ms(load: Load) -> float:
+def _filled_ms(load: Load, fill: float = FILL) -> float:
     """Up to which time between tokens an engine may take on work without a promise."""
-    return min(guarded_ms(load), _part_ms(load.tightest_tpot_ms, _alone_ms(load)))
+    alone_ms = _alone_ms(load)
+    return min(guarded_by_ms(load.guard_ms, alone_ms, fill), _part_ms(load.tightest_tpot_ms, alone_ms, fill))
 
 
 def _alone_ms(load: Load) -> float:
@@ -242,8 +259,8 @@ def _alone_ms(load: Load) -> float:
     return load.times.decode_ms(1, 1.0)
 
 
-def _part_ms(target_ms: float, alone_ms: float) -> float:
-    return max(FILL * target_ms, alone_ms + FILL * (SAFETY * target_ms - alone_ms))
+def _part_ms(target_ms: float, alone_ms: float, fill: float) -> float:
+    return max(fill * target_ms, alone_ms + fill * (SAFETY * target_ms - alone_ms))
 
 
 def decodes_within(job: Job, load: Load) -> bool:
@@ -309,10 +326,12 @@ def admit(job: Job, loads: Sequence[Load], *, reject: bool, waiting: int, queue_
         return Decision(Outcome.BEST_EFFORT)
     seen = [(forecast(job, load), load) for load in loads]
     feasible = [
-        (_load(job, found), -load.cached, at) for at, (found, load) in enumerate(seen) if _fits(job, load, found)
+        (_is_elsewhere(job, load), _load(job, found), -load.cached, at)
+        for at, (found, load) in enumerate(seen)
+        if _fits(job, load, found)
     ]
     if feasible:
-        found, load = seen[min(feasible)[2]]
+        found, load = seen[min(feasible)[-1]]
         return Decision(Outcome.FEASIBLE, load.engine, found.ttft_ms, found.tpot_ms)
     found = min((found for found, _ in seen), key=lambda found: _load(job, found))
     if not reject:
@@ -327,6 +346,12 @@ def admit(job: Job, loads: Sequence[Load], *, reject: bool, waiting: int, queue_
 
 
 _fits = is_feasible
+
+
+def _is_elsewhere(job: Job, load: Load) -> bool:
+    """While looser work waits, a job goes first to engines that leave room for it."""
+    assert job.tpot_ms is not None
+    return load.waits_ms > job.tpot_ms and load.guard_ms != job.tpot_ms
 
 
 def _load(job: Job, found: Forecast) -> int:
@@ -362,7 +387,7 @@ def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
     return min(60, max(1, math.ceil(min(waits, default=0.0) / 1000)))
 
 
-def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -> int | None:
+def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0, *, late: bool = False) -> int | None:
     """Where a request without a promise fits so that no target suffers, as an index into `loads`; None if nowhere.
 
     A prompt so long that tokens beside it would come later than `FILL` says is read in parts which keep the targets,
@@ -373,6 +398,7 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
         loads: engines that serve.
         spare_ms: prompts that may be before a feasible request that comes next.
         first: where to begin, so that engines take turns.
+        late: it has a target, which is missed already.
     """
     for step in range(len(loads)):
         at = (first + step) % len(loads)
@@ -385,7 +411,7 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0) -
             return at
         if found.full or queued > spare_ms:
             continue
-        filled_ms = _filled_ms(load)
+        filled_ms = _filled_ms(load, LATE_FILL if late else FILL)
         if found.others_tpot_ms <= filled_ms or _fits_in_parts(job, load, filled_ms, spare_ms):
             return at
     return None

@@ -196,7 +196,8 @@ class Admission:
         if decision.engine is not None:
             return decision.engine
         held = self._held.setdefault(self._engines_of.get(terms.tier), Held())
-        held.add(rid, decision.outcome, None if terms.ttft_ms is None else arrived + terms.ttft_ms)
+        deadline_ms = None if terms.ttft_ms is None else arrived + terms.ttft_ms
+        held.add(rid, decision.outcome, deadline_ms, terms.tpot_ms)
         return None
 
     def next_held(self, engines: Sequence[Engine]) -> tuple[str, str] | None:
@@ -232,7 +233,9 @@ class Admission:
                 held.drop(first)
                 return first, decision.engine
         rid = first or held.first()
-        at = room_for(self._job_of(self._records[rid]), loads, self._expected.spare_ms(), self._turn)
+        job = self._job_of(self._records[rid])
+        late = first is None and job.ttft_ms is not None
+        at = room_for(job, loads, self._expected.spare_ms(), self._turn, late=late)
         if at is None:
             # What is behind it in its own queue waits for it; background work behind best effort does, too.
             return None
@@ -390,11 +393,13 @@ class Admission:
             return self._loads.of(names, prefixes)
         takers = [name for name, role in roles.items() if role is not Role.PREFILL]
         readers = {name for name in names if roles.get(name) is Role.PREFILL}
+        waits_ms = max((held.loosest_ms for held in self._held.values()), default=0.0)
         if not readers:
-            return self._loads.of(names, prefixes, self._expected.guards(names))
+            return self._loads.of(names, prefixes, self._expected.guards(names), waits_ms)
         # What only reads keeps no target between tokens, and leaves no room for one.
         guards = self._expected.guards(takers)
-        return with_takers(self._loads.of(names, prefixes, guards), readers, self._loads.of(takers, (), guards))
+        takers_now = self._loads.of(takers, (), guards, waits_ms)
+        return with_takers(self._loads.of(names, prefixes, guards, waits_ms), readers, takers_now)
 
     def _now(self) -> float:
         """The time; tickets whose time is over have lost their place."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
@@ -18,13 +18,23 @@ class Held:
             Outcome.BACKGROUND: OrderedDict(),
         }
         self._deadlines: list[tuple[float, str]] = []
+        self._tpots: dict[str, float] = {}
+        self._of_tpot: Counter[float] = Counter()
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def add(self, rid: str, kind: Outcome, deadline_ms: float | None) -> None:
+    @property
+    def loosest_ms(self) -> float:
+        """The largest TPOT target of best effort that waits; 0 if there is none."""
+        return max(self._of_tpot, default=0.0)
+
+    def add(self, rid: str, kind: Outcome, deadline_ms: float | None, tpot_ms: float | None) -> None:
         """A request waits; until `deadline_ms` its first token would be in time."""
         self._queues[kind][rid] = None
+        if kind is Outcome.BEST_EFFORT and tpot_ms is not None:
+            self._tpots[rid] = tpot_ms
+            self._of_tpot[tpot_ms] += 1
         if kind is Outcome.BEST_EFFORT and deadline_ms is not None:
             heappush(self._deadlines, (deadline_ms, rid))
 
@@ -32,6 +42,10 @@ class Held:
         """A request waits no longer, if it did."""
         for queue in self._queues.values():
             queue.pop(rid, None)
+        if (tpot_ms := self._tpots.pop(rid, None)) is not None:
+            self._of_tpot[tpot_ms] -= 1
+            if not self._of_tpot[tpot_ms]:
+                del self._of_tpot[tpot_ms]
 
     def heads(self) -> Iterator[str]:
         """The first of each queue."""

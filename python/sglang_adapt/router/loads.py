@@ -44,7 +44,11 @@ class Loads:
         self._prefill: dict[str, tuple[float, float]] = {}
 
     def of(
-        self, engines: Sequence[str], prefixes: Sequence[Prefix] = (), guards: Mapping[str, float] | None = None
+        self,
+        engines: Sequence[str],
+        prefixes: Sequence[Prefix] = (),
+        guards: Mapping[str, float] | None = None,
+        waits_ms: float = 0.0,
     ) -> list[Load]:
         """The loads of engines, by name.
 
@@ -52,14 +56,21 @@ class Loads:
             engines: their names.
             prefixes: of the prompt that is to be placed.
             guards: TPOT targets for which looser work leaves room there; None: nothing is to be placed.
+            waits_ms: loosest TPOT target of work that waits for room; 0 if none does.
         """
         now = self._clock_ms()
         times = {tp: Corrected(plain, self._corrections[tp]) for tp, plain in self._times.items()}
         guards = {} if guards is None else guards
-        return [self._load(name, times[self._tp_of[name]], now, prefixes, guards) for name in engines]
+        return [self._load(name, times[self._tp_of[name]], now, prefixes, guards, waits_ms) for name in engines]
 
     def _load(
-        self, name: str, times: Times, now: float, prefixes: Sequence[Prefix], guards: Mapping[str, float]
+        self,
+        name: str,
+        times: Times,
+        now: float,
+        prefixes: Sequence[Prefix],
+        guards: Mapping[str, float],
+        waits_ms: float,
     ) -> Load:
         sums = self._tally.of(name)
         return Load(
@@ -76,6 +87,7 @@ class Loads:
             sums.decoding,
             sums.preemptible,
             self.tiers_of.get(name),
+            waits_ms=waits_ms,
         )
 
     def sent(self, engine: str, prefill_ms: float) -> None:
