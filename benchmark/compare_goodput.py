@@ -38,6 +38,9 @@ Two GPUs, Llama-3.1-8B shapes, Nitsum's targets, the first minute of the ServeGe
         -- --model-path MODELS/llama-3.1-8b --load-format dummy --skip-tokenizer-init --attention-backend triton \
         --sampling-backend pytorch --max-total-tokens 120000
 
+With more cores than a server needs, clients have their own (`--server-cpus 0,1 --client-cpus 2-15`); what the server's
+processes and the client took is in each run (`cpu_s`).
+
 How near the simulator comes to the result: `python -m sglang_adapt.simulate --check RESULT.json`.
 """
 
@@ -72,6 +75,7 @@ from bench_goodput import (
     requests_of,
     table,
 )
+from cpus import Cpus, add_cpu_flags, chosen_cpus, cpu_s, cpu_since, on_cpus
 from goodput.plots import NoPlotsError, draw, require_matplotlib
 from goodput.schedule import OtherComparisonError, Turn, left_s, runs_done, turns
 from goodput.systems import AUTO, Common, Kind, ServerPlan, System, parse_system, servers_of, to_profile, urls_of
@@ -88,6 +92,7 @@ _WARM_UP_REQUESTS = 4
 
 def main() -> None:
     parser, options, both = _parse()
+    cpus = chosen_cpus(parser, options)
     try:
         systems = [parse_system(text, options.gpus, [tier.name for tier in options.tier]) for text in options.systems]
     except argparse.ArgumentTypeError as error:
@@ -95,6 +100,7 @@ def main() -> None:
     result = json.loads(options.json.read_text()) if options.json.exists() else {}
     flags = {"both": both, "ours": options.ours_flags, "stock": options.stock_flags}
     asked = {"gpus": options.gpus, "virtual": options.virtual, "load": load_of(options), "flags": flags}
+    asked["cpus"] = cpus.told()
     try:
         if options.plots is not None:
             require_matplotlib()
@@ -108,8 +114,9 @@ def main() -> None:
         left = sum(len(turn.loads) for turn in todo)
         print(f"{options.json}: goes on, {sum(map(len, done.values()))} runs are there, {left} are left", flush=True)
     with (
+        on_cpus(cpus.client),
         tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(Comparison(options, both, result, Path(folder))) as comparison,
+        contextlib.closing(Comparison(options, both, result, Path(folder), cpus)) as comparison,
     ):
         by_name = {system.name: system for system in systems}
         if any(by_name[turn.system].is_ours for turn in todo):
@@ -153,10 +160,14 @@ class Comparison:
         both: flags of ours and stock.
         result: what is known so far; grows.
         folder: for files of this run.
+        cpus: where all that runs.
     """
 
-    def __init__(self, options: argparse.Namespace, both: Sequence[str], result: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, options: argparse.Namespace, both: Sequence[str], result: dict[str, Any], folder: Path, cpus: Cpus
+    ) -> None:
         self._options = options
+        self._cpus = cpus
         self._result = result
         self._kept = contextlib.ExitStack()
         self._ours: Server | None = None
@@ -213,7 +224,10 @@ class Comparison:
             for load in loads:
                 progress.begins(f"{system.name}, {load.name} at {load.times:g}x, repeat {turn.repeat + 1}")
                 name = f"{system.name} {load.name} {load.times:g} {turn.repeat}"
+                before, client_s = [cpu_s(server.pid) for server in servers], time.process_time()
                 run = asyncio.run(_measure(system, urls, requests_of(load, self._options), self._options, name))
+                spent = [cpu_since(server.pid, was) for server, was in zip(servers, before, strict=True)]
+                run["cpu_s"] = {"client": round(time.process_time() - client_s, 3), "servers": spent}
                 print(table(run["tiers"]), flush=True)
                 told["runs"].append({"load": load.name, "times": load.times, "repeat": turn.repeat, **run})
                 write_json(self._options.json, self._result)
@@ -234,7 +248,8 @@ class Comparison:
         # On a CPU stock gets what ours sets itself: a thread a rank.
         variables = {"OMP_NUM_THREADS": "1"} if self._common.virtual else {}
         file = "".join(letter if letter.isalnum() or letter == "_" else "-" for letter in name)
-        return Server(name, plan.module, list(plan.flags), self._logs / f"{file}.log", variables)
+        log = self._logs / f"{file}.log"
+        return Server(name, plan.module, list(plan.flags), log, variables, cpus=self._cpus.server)
 
 
 async def _order(url: str, layout: str) -> None:
@@ -341,6 +356,7 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--json", type=Path, required=True, help="the result; what is in it is not measured again")
     parser.add_argument("--plots", type=Path, help="draw the result into this folder")
+    add_cpu_flags(parser)
     add_load_flags(parser)
     own, both = sys.argv[1:], []
     if "--" in own:

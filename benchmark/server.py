@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Protocol
 
+from cpus import check_cpus, on_cpus
+
 
 def our_flags(layout: str, sizes: Iterable[int], start_method: str | None, virtual: int) -> list[str]:
     """Flags of a server of ours for a benchmark: its first layout, its TP sizes, how it starts, and virtual GPUs
@@ -56,6 +58,7 @@ class Server:
         flags: its command line without host and port.
         log: where its output goes.
         environment: variables beside those of this process.
+        cpus: cores of all its processes; None: those of this one.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Server:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     start_timeout_s: float = 400.0
+    cpus: frozenset[int] | None = None
 
     def __enter__(self) -> Server:
         self.port = free_port()
@@ -76,9 +80,11 @@ class Server:
         with self.log.open("w") as log:
             log.write(shlex.join([sys.executable, "-m", self.module, *flags]) + "\n")
             log.flush()
-            self._process = self._launch(flags, log, env)
+            with on_cpus(self.cpus):
+                self._process = self._launch(flags, log, env)
         try:
             self._wait(started)
+            check_cpus(self.pid, self.cpus)
         except BaseException:
             self.stop()
             raise

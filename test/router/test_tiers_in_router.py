@@ -66,6 +66,23 @@ def test_a_tier_that_would_rather_not_wait_is_refused_before_it_is_tokenized() -
     assert world.ask("picky", 60)[1]
 
 
+def test_a_refusal_tells_whether_the_shortest_prompt_would_be_refused_too() -> None:
+    world = Tiered("tp2@0-1")
+    world.arrive("long", "strict", tokens=80)
+
+    def refused_from(tokens: int) -> int:
+        asked = AdmitRequest(7, request_terms(CONFIG, "picky"), tokens, None, world.now)
+        answer = world.router.ask(asked)
+        assert not answer.admitted
+        return answer.holds_from
+
+    assert refused_from(60) == 60
+    while world.ask("picky", 1)[1]:
+        # What is left is taken.
+        pass
+    assert refused_from(60) == 1
+
+
 def test_the_planner_is_told_what_is_refused() -> None:
     world = Tiered("tp2@0-1")
     traffic = world.router._traffic = Traffic(world.admission.tier_of, lambda: world.now / 1000)

@@ -105,6 +105,39 @@ def test_a_full_tier_refuses_with_the_time_to_come_again(tiered: tuple[Server, P
     assert 'sglang_adapt:goodput_requests_total{tier="picky"}' in text
 
 
+def counted(server: Server, name: str, *labels: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=180, follow_redirects=True).text
+    lines = [line for line in text.splitlines() if line.startswith(name + "{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in labels))
+
+
+def test_every_refusal_is_counted_and_logged_once(tiered: tuple[Server, Path, Path]) -> None:
+    """Whichever way it went: most are told before the app."""
+    server, _, log = tiered
+    ours = ("sglang_adapt:admission_total", 'outcome="refused"', 'tier="picky"')
+    stocks = ("sglang:http_responses_total", 'endpoint="/v1/completions"', 'status_code="429"')
+    requests = ("sglang:http_requests_total", 'endpoint="/v1/completions"', 'method="POST"')
+    series = (ours, stocks, requests)
+    before = [counted(server, *one) for one in series]
+    lines = len(log.read_text().splitlines())
+
+    def some(number: int) -> list[httpx.Response]:
+        body = {"model": "demo", "prompt": "Hello", "max_tokens": 64, "ignore_eos": True, "service_tier": "picky"}
+        with httpx.Client(timeout=120) as client:
+            return [client.post(f"{server.url}/v1/completions", json=body) for _ in range(40)]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [answer for some in pool.map(some, range(8)) for answer in some]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(refused) > 160 and {answer.status_code for answer in answers} == {200, 429}
+    assert all(int(answer.headers["retry-after"]) >= 1 and "date" in answer.headers for answer in refused)
+    assert all(answer.json()["error"]["code"] == "tier_capacity_exhausted" for answer in refused)
+    after = [counted(server, *one) for one in series]
+    assert [now - was for now, was in zip(after, before, strict=True)] == [len(refused), len(refused), len(answers)]
+    told = logged(log, lines + len(answers))[lines:]
+    assert sum(line["outcome"] == "refused" for line in told) == len(refused)
+
+
 def test_tiers_are_read_again_upon_sighup_and_a_bad_file_is_not_used(tiered: tuple[Server, Path, Path]) -> None:
     server, config, _ = tiered
     config.write_text(TIERS.replace("standard", "other"))

@@ -133,6 +133,7 @@ class AdmitAnswer(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         draining: it is refused because the server shuts down.
+        holds_from: prompts of so many tokens would be refused as well; 0: only longer ones than that of the request.
     """
 
     id: int
@@ -140,6 +141,7 @@ class AdmitAnswer(msgspec.Struct, frozen=True, tag=True):
     retry_after_s: int = 0
     reason: str = ""
     draining: bool = False
+    holds_from: int = 0
 
 
 class PlaceReturned(msgspec.Struct, frozen=True, tag=True):

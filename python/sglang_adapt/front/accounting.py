@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from sglang_adapt.core.messages import RequestReport
@@ -75,7 +75,7 @@ class Accounting:
         if self._log is not None:
             self._write({"rid": None, "tier": terms.tier, "outcome": Outcome.REFUSED.value, "ended": "refused"})
         if self._with_metrics:
-            self._counted().admission.labels(terms.tier, Outcome.REFUSED.value).inc()
+            self._counted().refused(terms.tier)
 
     def _write(self, fields: dict[str, Any]) -> None:
         assert self._log is not None
@@ -98,6 +98,7 @@ class _Metrics:
         from prometheus_client import Counter, Histogram
 
         self.admission = Counter("sglang_adapt:admission_total", "Requests by what became of them", ["tier", "outcome"])
+        self._refused: dict[str, Callable[[], None]] = {}
         self._ttft = Histogram(
             "sglang_adapt:time_to_first_token_seconds", "From arrival to the first token.", ["tier"], buckets=_TTFT_S
         )
@@ -128,6 +129,12 @@ class _Metrics:
             for which in ("ttft", "tpot"):
                 self._violations.labels(tier, which)
                 self._forecast.labels(tier, which)
+
+    def refused(self, tier: str) -> None:
+        count = self._refused.get(tier)
+        if count is None:
+            count = self._refused[tier] = self.admission.labels(tier, Outcome.REFUSED.value).inc
+        count()
 
     def ended(self, report: RequestReport) -> None:
         tier, met = report.terms.tier, report.met

@@ -16,11 +16,12 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Protocol
 
 from sglang_adapt.core.messages import RouterStatus
-from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal, error_body
+from sglang_adapt.front.early import EarlyRefusals
+from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal
 from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
 from sglang_adapt.front.live import PAGE, PAGE_HEADERS, PAGE_PATH
@@ -77,6 +78,7 @@ class AdaptLayer:
         router: returns the router's process.
         start_receiving: makes the tokenizer manager receive (and take over signals, which are then taken back).
         gate: decides about requests by their tiers; None without tiers.
+        early: tells refusals that the gate remembers before requests come here; None: all come here.
         reload: reads the tiers again, upon SIGHUP.
         started: called when the HTTP server is about to listen.
         stopping: called when the drain is over; ends what would else go on for ever.
@@ -91,6 +93,7 @@ class AdaptLayer:
         router: Callable[[], RouterProcess],
         start_receiving: Callable[[], None],
         gate: Gate | None = None,
+        early: EarlyRefusals | None = None,
         reload: Callable[[], Awaitable[Any]] | None = None,
         started: Callable[[], None] = lambda: None,
         stopping: Callable[[], None] = lambda: None,
@@ -102,12 +105,14 @@ class AdaptLayer:
         self._router = router
         self._start_receiving = start_receiving
         self._gate = gate
+        self._early = early
         self._reload = reload
         self._started = started
         self._stopping = stopping
         self._stopped = stopped
         self._reloads: set[asyncio.Future[Any]] = set()
         self._working = 0
+        self._seen_to_serve: RouterStatus | None = None
         self._draining: asyncio.Task[None] | None = None
         self._stop_server: Callable[..., Any] | None = None
 
@@ -127,6 +132,8 @@ class AdaptLayer:
                 self._started()
                 if self._gate is not None:
                     keep_out_of_access_log()
+                if self._early is not None:
+                    self._early.begin(lambda: self._refusal() is None)
             await send(message)
 
         return wrapped
@@ -244,6 +251,8 @@ class AdaptLayer:
             if read[-1]["type"] == "http.disconnect":
                 return
         body = b"".join(message.get("body", b"") for message in read)
+        if self._early is not None:
+            self._early.came_in(scope["path"], scope["headers"])
         decided = await gate.enter(scope["headers"], body)
         if not isinstance(decided, Admitted):
             if decided.status == 429:
@@ -270,13 +279,21 @@ class AdaptLayer:
         status = self._link.status
         if status is None:
             return Refusal(503, "no_engine", "the router does not answer; the server is starting or broken")
-        if not any(engine.active and engine.state == "ready" for engine in status.engines):
+        if not self._serves(status):
             active = [engine for engine in status.engines if engine.active]
             if all(engine.state == "failed" for engine in active):
                 text = f"the server has given up all engines of layout {status.layout}, which died too often"
                 return Refusal(503, "no_engine", f"{text}; its log says why; start the server again")
             return Refusal(503, "no_engine", f"no engine of layout {status.layout} is up; try again shortly")
         return None
+
+    def _serves(self, status: RouterStatus) -> bool:
+        """Whether an engine of the layout is up; asked for each refusal, so looked up once a status."""
+        if status is not self._seen_to_serve and any(
+            engine.active and engine.state == "ready" for engine in status.engines
+        ):
+            self._seen_to_serve = status
+        return status is self._seen_to_serve
 
     def _health(self) -> tuple[int, dict[str, Any]]:
         """200 while requests can be served; `degraded` names engines that are down. A drain is not healthy."""
@@ -329,18 +346,21 @@ async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
 
 
 async def _refuse(send: Send, refusal: Refusal, openai: bool) -> None:
-    await _respond(send, refusal.status, error_body(refusal, openai), refusal.retry_after_s)
+    answer = refusal.nested if openai else refusal.flat
+    await _send(send, answer.status, answer.headers, answer.body)
 
 
-async def _respond(
-    send: Send, status: int, body: bytes, retry_after_s: int | None = None, allow: bytes | None = None
-) -> None:
+async def _respond(send: Send, status: int, body: bytes, allow: bytes | None = None) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 503 or retry_after_s is not None:
-        headers.append((b"retry-after", str(retry_after_s or RETRY_AFTER_S).encode()))
+    if status == 503:
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
     if allow is not None:
         headers.append((b"allow", allow))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await _send(send, status, headers, body)
+
+
+async def _send(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
     await send({"type": "http.response.body", "body": body})
 
 

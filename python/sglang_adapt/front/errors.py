@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
+from typing import Any
+
+from sglang_adapt.upstream.early_answers import EarlyAnswer
 
 RETRY_AFTER_S = 1
 """What a 503 tells the client to wait: an engine is back in seconds, another replica at once."""
@@ -28,18 +31,34 @@ class Refusal:
     param: str | None = None
     retry_after_s: int | None = None
 
+    @cached_property
+    def flat(self) -> EarlyAnswer:
+        """As it is told on sglang's routes. One refusal is told to many."""
+        return _answer(self, self._fields)
+
+    @cached_property
+    def nested(self) -> EarlyAnswer:
+        """As it is told on OpenAI's routes (`/v1/...`): under `error`."""
+        return _answer(self, {"error": self._fields})
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "object": "error",
+            "message": self.message,
+            "type": _TYPES.get(self.status, "invalid_request"),
+            "param": self.param,
+            "code": self.code,
+        }
+
 
 _TYPES = {503: "service_unavailable", 429: "rate_limit_exceeded"}
 
 
-@lru_cache(maxsize=1024)
-def error_body(refusal: Refusal, openai: bool) -> bytes:
-    """JSON body: flat on sglang's routes, nested under `error` on OpenAI's (`/v1/...`). One refusal is told to many."""
-    fields = {
-        "object": "error",
-        "message": refusal.message,
-        "type": _TYPES.get(refusal.status, "invalid_request"),
-        "param": refusal.param,
-        "code": refusal.code,
-    }
-    return json.dumps({"error": fields} if openai else fields).encode()
+def _answer(refusal: Refusal, fields: dict[str, Any]) -> EarlyAnswer:
+    """Every 503 says when to come again."""
+    body = json.dumps(fields).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if refusal.status == 503 or refusal.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % (refusal.retry_after_s or RETRY_AFTER_S)))
+    return EarlyAnswer(refusal.status, tuple(headers), body)

@@ -1,8 +1,9 @@
 """The gate: what tier a request is of, and whether it is served, before stock reads it.
 
 The router decides (`router/admission.py`), because it knows the engines. So that refusing costs next to nothing when
-much is refused, the gate remembers a refusal for some milliseconds and answers for the router meanwhile. When that
-time is over one request asks anew, and what the same refusal would hold for waits for its answer.
+much is refused, the gate remembers a refusal for some milliseconds and answers for the router meanwhile. If more come
+in the second half of that time, it asks anew, and the refusal holds until the answer. When the time is over and it has
+not asked, one request does, and what the same refusal would hold for waits for that answer.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 CLOSED_MS = 20.0
 """For so long a refusal holds for all requests of the same terms that are at least as long."""
+ASK_AFTER_MS = 10.0
+"""A refusal that is older and is told once more is asked for again, so that the next is there before it ends."""
+_LOOK_MS = 100.0
+"""For so long at most it holds on when it is asked for again; a router that is slower has much else to do."""
 _MOST_CLOSED = 1024
 _MOST_KNOWN = 1024
 """Ways to name a tier and targets whose terms are remembered; clients use few."""
@@ -78,11 +83,13 @@ class _Closed:
 
     Attributes:
         until_ms: when it ends.
+        ask_ms: from when on it is asked for again.
         tokens: of the shortest prompt that it holds for.
         refusal: what they are told.
     """
 
     until_ms: float
+    ask_ms: float
     tokens: int
     refusal: Refusal
 
@@ -121,6 +128,7 @@ class Gate:
         self._ids = itertools.count(1)
         self._closed: dict[Terms, _Closed] = {}
         self._asking: dict[Terms, asyncio.Future[None]] = {}
+        self._looks: set[asyncio.Future[None]] = set()
         self._known: dict[tuple[str | None, ...], Terms] = {}
 
     def reload(self, config: SloConfig) -> None:
@@ -145,27 +153,22 @@ class Gate:
         """
         arrived_ms = time.monotonic() * 1000
         found = dict(reversed(list(headers)))
-        try:
-            fields = _BODY.decode(body)
-        except msgspec.DecodeError:
-            fields = _Body()
-        except RecursionError:
-            # Its tier cannot be read, so it is not taken for one of the default tier.
-            return Refusal(400, "bad_request", "the body is nested too deeply to be read; send a flatter one")
+        fields = _fields(body)
+        if isinstance(fields, Refusal):
+            return fields
         terms = self._terms(fields.service_tier, found)
         if isinstance(terms, Refusal):
             return terms
         tokens = prompt_tokens(body)
+        request = AdmitRequest(next(self._ids), terms, tokens, _most_output(fields), arrived_ms)
         while (closed := self._closed.get(terms)) is not None and tokens >= closed.tokens:
-            if time.monotonic() * 1000 < closed.until_ms:
-                self._on_refused(terms)
-                return closed.refusal
+            if (now_ms := time.monotonic() * 1000) < closed.until_ms:
+                return self._tell_again(closed, now_ms, request)
             asking = self._asking.get(terms)
             if asking is None:
                 break
             # One of these terms has gone to ask whether it still holds.
             await asyncio.wait((asking,))
-        request = AdmitRequest(next(self._ids), terms, tokens, _most_output(fields), arrived_ms)
         if closed is None or terms in self._asking:
             return await self._ask(request)
         self._asking[terms] = asyncio.get_running_loop().create_future()
@@ -174,7 +177,57 @@ class Gate:
         finally:
             self._asking.pop(terms).set_result(None)
 
-    def _terms(self, service_tier: object, found: dict[bytes, bytes]) -> Terms | Refusal:
+    @property
+    def refuses(self) -> bool:
+        """Whether any refusal is remembered; if not, `refused_already` has nothing to say."""
+        return bool(self._closed)
+
+    def refused_already(self, found: Mapping[bytes, bytes], body: bytes | bytearray) -> Refusal | None:
+        """What `enter` would say at once of a request that has just arrived, if that is a remembered refusal.
+
+        It is told to `on_refused` as by `enter`. None: `enter` has to decide.
+
+        Args:
+            found: headers of ASGI, of each name the first.
+            body: as for `enter`.
+        """
+        fields = _fields(body)
+        if isinstance(fields, Refusal):
+            return None
+        terms = self._terms(fields.service_tier, found)
+        if isinstance(terms, Refusal):
+            return None
+        closed, tokens = self._closed.get(terms), prompt_tokens(body)
+        if closed is None or tokens < closed.tokens or (now_ms := time.monotonic() * 1000) >= closed.until_ms:
+            return None
+        if now_ms >= closed.ask_ms:
+            return self._tell_again(
+                closed, now_ms, AdmitRequest(next(self._ids), terms, tokens, _most_output(fields), now_ms)
+            )
+        self._on_refused(terms)
+        return closed.refusal
+
+    def _tell_again(self, closed: _Closed, now_ms: float, request: AdmitRequest) -> Refusal:
+        """A refusal that holds; if it is old, the router is asked for the next one meanwhile."""
+        terms = request.terms
+        if now_ms >= closed.ask_ms and terms not in self._asking:
+            self._asking[terms] = asyncio.get_running_loop().create_future()
+            self._closed[terms] = replace(closed, until_ms=now_ms + _LOOK_MS)
+            task = asyncio.ensure_future(self._look(request))
+            self._looks.add(task)
+            task.add_done_callback(self._looks.discard)
+        self._on_refused(terms)
+        return closed.refusal
+
+    async def _look(self, request: AdmitRequest) -> None:
+        """Ask as a request that was refused already would, to learn whether the next one will be."""
+        try:
+            if isinstance(await self._decided(request), Admitted):
+                await self.left(request)
+        finally:
+            self._asking.pop(request.terms).set_result(None)
+
+    def _terms(self, service_tier: object, found: Mapping[bytes, bytes]) -> Terms | Refusal:
         """What a request asks for; remembered, because most ask for the same."""
         named = (_text(found, TIER_HEADER), _text(found, TTFT_HEADER), _text(found, TPOT_HEADER))
         key = (service_tier, *named) if isinstance(service_tier, str) else (None, *named)
@@ -194,6 +247,12 @@ class Gate:
         return terms
 
     async def _ask(self, request: AdmitRequest) -> Admitted | Refusal:
+        decided = await self._decided(request)
+        if isinstance(decided, Refusal) and decided.status == 429:
+            self._on_refused(request.terms)
+        return decided
+
+    async def _decided(self, request: AdmitRequest) -> Admitted | Refusal:
         """What the router says; a refusal is remembered."""
         terms = request.terms
         try:
@@ -214,7 +273,6 @@ class Gate:
             return Admitted(request)
         if answer.draining:
             return Refusal(503, "draining", answer.reason)
-        self._on_refused(terms)
         refusal = Refusal(
             429,
             "tier_capacity_exhausted",
@@ -224,12 +282,11 @@ class Gate:
         )
         if len(self._closed) >= _MOST_CLOSED:
             self._closed.clear()
-        now = time.monotonic() * 1000
-        # A shorter one may have been refused meanwhile.
-        shortest = (
-            min(request.tokens, closed.tokens) if closed is not None and now < closed.until_ms else request.tokens
-        )
-        self._closed[terms] = _Closed(now + CLOSED_MS, shortest, refusal)
+        now, shortest = time.monotonic() * 1000, answer.holds_from or request.tokens
+        if closed is not None and now < closed.ask_ms:
+            # A shorter one has been refused meanwhile.
+            shortest = min(shortest, closed.tokens)
+        self._closed[terms] = _Closed(now + CLOSED_MS, now + ASK_AFTER_MS, shortest, refusal)
         return refusal
 
     async def left(self, request: AdmitRequest) -> None:
@@ -237,7 +294,17 @@ class Gate:
         await self._router.give_back(request.id)
 
 
-def prompt_tokens(body: bytes) -> int:
+def _fields(body: bytes | bytearray) -> _Body | Refusal:
+    try:
+        return _BODY.decode(body)
+    except msgspec.DecodeError:
+        return _Body()
+    except RecursionError:
+        # Its tier cannot be read, so it is not taken for one of the default tier.
+        return Refusal(400, "bad_request", "the body is nested too deeply to be read; send a flatter one")
+
+
+def prompt_tokens(body: bytes | bytearray) -> int:
     """About how many tokens a body's prompt has: commas of `input_ids`, a quarter of a text's bytes."""
     if b'"input_ids"' in body:
         return body.count(b",") + 1
@@ -253,6 +320,6 @@ def _most_output(fields: _Body) -> int | None:
     return None
 
 
-def _text(headers: dict[bytes, bytes], name: str) -> str | None:
+def _text(headers: Mapping[bytes, bytes], name: str) -> str | None:
     value = headers.get(name.encode())
     return None if value is None else value.decode("latin-1")

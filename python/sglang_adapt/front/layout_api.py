@@ -19,7 +19,7 @@ import msgspec
 
 from sglang_adapt.core.digits import number
 from sglang_adapt.core.messages import LayoutAnswer
-from sglang_adapt.front.errors import Refusal, error_body
+from sglang_adapt.front.errors import Refusal
 from sglang_adapt.front.link import LinkClosedError, RouterLink
 from sglang_adapt.policy.carry import Strategy
 from sglang_adapt.upstream.front import ADMIN_BODY_BYTES
@@ -196,4 +196,4 @@ def refuse_stranger(what: str, client: str | None) -> Answer:
 
 def refuse(status: int, code: str, message: str) -> Answer:
     """An error as the answer of a handler."""
-    return status, error_body(Refusal(status, code, message), openai=False)
+    return status, Refusal(status, code, message).flat.body

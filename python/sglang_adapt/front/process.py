@@ -26,6 +26,7 @@ from sglang_adapt.core.slo import Terms
 from sglang_adapt.front.accounting import Accounting
 from sglang_adapt.front.address import AddressError, hold_address
 from sglang_adapt.front.asgi import AdaptLayer
+from sglang_adapt.front.early import EarlyRefusals
 from sglang_adapt.front.flags import SettingsError
 from sglang_adapt.front.gate import Gate
 from sglang_adapt.front.launcher import EngineStartError, RouterLauncher
@@ -125,6 +126,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
         refusals.refused(terms.tier)
 
     gate = None if tiers.config is None else Gate(tiers, link, refused)
+    early = None if gate is None else EarlyRefusals(gate, counts=args.enable_metrics)
     slo = SloApi(tiers, gate, link.set_tiers, has_key=bool(args.api_key or args.admin_api_key))
 
     def page_data() -> dict[str, Any]:
@@ -154,6 +156,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "router": lambda: launcher.process,
                 "start_receiving": upstream.start_receiving,
                 "gate": gate,
+                "early": early,
                 "started": accounting.begin,
                 "stopping": live.close,
                 "stopped": stopped.set,
@@ -162,6 +165,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
             lambda args: _warm_up(args, stopped),
             LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes | slo.routes,
             {EVENTS_PATH: watching(live)},
+            early,
         )
     except EngineStartError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

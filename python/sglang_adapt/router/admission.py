@@ -141,9 +141,12 @@ class Admission:
         now = self._now()
         self._expected.asked(request.terms)
         job = self._job(request.terms, request.tokens, request.output, now - request.arrived_ms)
-        decision = self._decide(request.terms, job, self._where_all(self._open_to(request.terms, engines)))
+        loads = self._where_all(self._open_to(request.terms, engines))
+        decision = self._decide(request.terms, job, loads)
         if decision.outcome is Outcome.REFUSED:
-            return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason)
+            shortest = self._decide(request.terms, replace(job, tokens=1, waited_ms=0.0), loads)
+            holds_from = 1 if shortest.outcome is Outcome.REFUSED else request.tokens
+            return AdmitAnswer(request.id, False, decision.retry_after_s or 1, decision.reason, holds_from=holds_from)
         self._tickets.give(request, decision, now)
         return AdmitAnswer(request.id, True)
 

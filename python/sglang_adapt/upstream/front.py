@@ -17,6 +17,7 @@ from sglang_adapt.core.profile import ProfileKey
 from sglang_adapt.kv.sizing import KvShape
 from sglang_adapt.upstream.command_line import named_model, parser_told, refusals_told
 from sglang_adapt.upstream.containment import FRONT_CONTAINMENT
+from sglang_adapt.upstream.early_answers import EARLY_ANSWERS, Answerer, use_early_answers
 from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.request_checks import REQUEST_CHECKS
@@ -125,6 +126,7 @@ FRONT_PATCHES: tuple[type[Patch], ...] = (
     *REQUEST_CHECKS,
     *FRONT_CONTAINMENT,
     *TICKETS,
+    *EARLY_ANSWERS,
 )
 
 
@@ -282,6 +284,7 @@ def serve(
     warm_up: Callable[[Any], None],
     admin_routes: Mapping[tuple[str, str], AdminHandler],
     event_routes: Mapping[str, EventsHandler],
+    answerer: Answerer | None = None,
 ) -> None:
     """Run stock's HTTP server in this process until it is told to stop.
 
@@ -293,6 +296,7 @@ def serve(
             once it has returned, and is stopped if it raises.
         admin_routes: further routes by method and path, behind stock's admin key.
         event_routes: routes of server-sent events by path, behind the same key.
+        answerer: is shown each POST before anything else, and may answer it.
 
     Raises:
         StockSettingsError: there is no such tokenizer or chat template, or it cannot be used.
@@ -307,6 +311,8 @@ def serve(
         with refusals_told(flag, tokenizer):
             return init_tokenizer_manager(*args)
 
+    if answerer is not None:
+        use_early_answers(answerer)
     http_server.app.add_middleware(middleware, **middleware_args)
     for path in dict.fromkeys(path for _, path in admin_routes):
         handlers = {method: handler for (method, at), handler in admin_routes.items() if at == path}
