@@ -131,9 +131,11 @@ def body_of(status: int, fields: dict[str, Any], path: str) -> bytes:
     if status == 400:
         if param is None:
             param, message = explained(message, path)
-        if not isinstance(code, str):
-            code = "bad_request" if param is None else "bad_parameter"
-        return error_body(Refusal(status, code, message, param), openai)
+        if isinstance(code, str):
+            return error_body(Refusal(status, code, message, param), openai)
+        if param is None:
+            return error_body(Refusal(400, "bad_request", message), openai)
+        return error_body(Refusal(400, "bad_parameter", message, param), openai)
     said = {
         "object": "error",
         "message": message,
