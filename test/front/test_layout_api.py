@@ -31,7 +31,7 @@ class Link:
             raise TimeoutError
         return self._answer
 
-    async def plan(self, rates: dict[str, float]) -> LayoutAnswer:
+    async def plan(self, rates: dict[str, float] | None) -> LayoutAnswer:
         self.rates = rates
         return await self.layout()
 
@@ -132,20 +132,21 @@ def test_get_is_for_everyone_and_says_when_there_is_no_router() -> None:
 @pytest.mark.parametrize(
     ("query", "rates"),
     [
+        ("", None),
         ("rates=20", {"": 20.0}),
         ("rates=strict:5,loose:0.5", {"strict": 5.0, "loose": 0.5}),
         ("rates=strict%3A5%2C%20loose:1e2", {"strict": 5.0, "loose": 100.0}),
         ("rates=strict:5&rates=loose:1", {"strict": 5.0, "loose": 1.0}),
     ],
 )
-def test_rates(query: str, rates: dict[str, float]) -> None:
+def test_rates(query: str, rates: dict[str, float] | None) -> None:
     assert rates_of(query) == rates
 
 
 @pytest.mark.parametrize(
     ("query", "fault"),
     [
-        ("", "'' is not a rate"),
+        ("rates=", "'' is not a rate"),
         ("rates=many", "'many' is not a rate"),
         ("rates=strict:", "'strict:' is not a rate"),
         ("rates=1_0", "'1_0' is not a rate"),
@@ -168,8 +169,12 @@ def test_a_plan_is_asked_for_by_rates() -> None:
     handler = LayoutApi(link, has_key=False).routes["GET", PLAN_PATH]  # type: ignore[arg-type]
     status, answer = asyncio.run(handler(b"rates=strict:5", "10.0.0.7"))
     assert (status, json.loads(answer), link.rates) == (200, DONE.body, {"strict": 5.0})
-    status, answer = asyncio.run(handler(b"rates=x", "10.0.0.7"))
-    assert (status, json.loads(answer)["code"]) == (400, "bad_rates")
+    assert asyncio.run(handler(b"", "10.0.0.7"))[0] == 200
+    assert link.rates is None
+    for query in (b"rates=x", b"rates=", b"when=now"):
+        status, answer = asyncio.run(handler(query, "10.0.0.7"))
+        said = json.loads(answer)
+        assert (status, said["code"], said["param"]) == (400, "bad_rates", "rates")
 
 
 @pytest.mark.parametrize(

@@ -328,6 +328,22 @@ def layouts(*texts: str) -> list[Layout]:
     return [parse_layout(text, (1, 2), 2) for text in texts]
 
 
+def test_the_reason_is_that_of_the_layout_from_when_it_serves_on() -> None:
+    """Not the last one's, while the engines that have left still give their blocks back."""
+
+    async def tell(story: Story) -> None:
+        node, told = story.node, []
+        story.arrive(2, end=False)
+        # What engines that leave are asked last.
+        node.during["tp1@0", "ReleaseCall"] = lambda: told.append((str(node.router.layout), story.manager.said()))
+        await story.manager.order(parse_layout(TWO, (1, 2), 2), Strategy.AUTO, "by hand")
+        ((layout, said),) = told
+        assert (layout, said["trigger"], said["reason"]) == (TWO, "operator", "by hand")
+        assert story.manager.said()["reason"] == "by hand"
+
+    run(tell)
+
+
 def test_what_if_changes_nothing() -> None:
     async def tell(story: Story) -> None:
         await story.window(1)
@@ -337,6 +353,13 @@ def test_what_if_changes_nothing() -> None:
         assert (said["wanted"], said["trigger"]) == (TWO, "load")
         assert [row["tp"] for row in said["estimates"]] == [1, 2]
         assert said["demand"][0]["rate_rps"] == 1.0
+        assert (story.layout, len(story.plans)) == (ONES, 1)
+        # Without rates, what is asked for now.
+        story.arrive(3, end=False)
+        said = await story.manager.what_if(None)
+        (row,) = said["demand"]
+        assert (row["rate_rps"], row["unfinished"]) == (story.plans[0].rows[0].demand.rate_rps, 3)
+        assert f"for 2 of {CALM} windows" in said["reason"]
         assert (story.layout, len(story.plans)) == (ONES, 1)
         with pytest.raises(KeyError, match="there is no tier gold; there are all"):
             await story.manager.what_if({"gold": 1.0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from sglang.srt.managers import io_struct
@@ -225,6 +226,37 @@ def test_the_engines_that_serve_are_those_that_get_requests_and_say_so() -> None
         said = await node.readback.read()
         assert said["serving"] == []
         assert "which should be one number" in said["engines"]["tp2@0-1"]["error"]
+
+    asyncio.run(story(Node()))
+
+
+def test_the_answer_is_of_one_moment_around_a_switch() -> None:
+    """In each state of a switch what is told fits together, however the question meets it."""
+
+    async def story(node: Node) -> None:
+        node.request(*RIDS)
+        answers: list[dict[str, Any]] = []
+
+        async def look() -> None:
+            answers.append(await node.readback.read())
+
+        going = asyncio.ensure_future(node.switch(TWO, "auto"))
+        looks = []
+        while not going.done():
+            looks.append(asyncio.ensure_future(look()))
+            await asyncio.sleep(0)
+        await asyncio.gather(going, *looks)
+        await look()
+        for said in answers:
+            between = (said["switching_from"], said["switching_to"])
+            assert between == (None, None) or said["active"] in between == (ONES, TWO)
+            serving = {ONES: {"tp1@0", "tp1@1"}, TWO: {"tp2@0-1"}}
+            assert set(said["serving"]) <= serving[said["active"]]
+            if between == (None, None):
+                assert set(said["serving"]) == serving[said["active"]]
+                assert set(said["roles"]) == serving[said["active"]]
+        assert {said["switching_to"] for said in answers} == {None, TWO}
+        assert {said["active"] for said in answers if said["switching_to"]} == {ONES, TWO}
 
     asyncio.run(story(Node()))
 

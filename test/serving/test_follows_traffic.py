@@ -219,5 +219,7 @@ def test_what_the_planner_would_do(server: Server) -> None:
     assert narrow["options"][0]["engines"] == "2 x TP 1"
     capacity = {row["tp"]: row["capacity_rps"] for row in narrow["estimates"]}
     assert capacity[2] < 50 < 2 * capacity[1]
+    now = HTTP.get(url).json()
+    assert now["layout"] == active(server) and {row["tier"] for row in now["demand"]} == {"all"}
     assert HTTP.get(f"{url}?rates=gold:5").status_code == 400
-    assert "?rates=20 if it has none" in HTTP.get(f"{url}?rates=many").text
+    assert "?rates=20 if it has none, or leave rates out" in HTTP.get(f"{url}?rates=many").text

@@ -14,6 +14,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_adapt.upstream.grammar_checks import MOST_LEVELS, grammar_fault
 from sglang_adapt.upstream.request_checks import (
+    LeaveTheRequestOfThatIdAlone,
+    RaiseRefusalsOfStreams,
     RefuseBatchesThatDoNotFit,
     RefuseBodiesThatFailTheirChecks,
     RefuseWhatTheModelCannotTake,
@@ -63,14 +65,24 @@ def request(**fields: Any) -> GenerateReqInput:
         ({}, [1, VOCAB], f"token id {VOCAB} at position 1"),
         ({}, [-1], "token id -1"),
         ({}, [], "no tokens"),
-        ({"top_logprobs_num": VOCAB + 1}, [1], "top log probabilities"),
-        ({"top_logprobs_num": -1}, [1], "top log probabilities"),
+        (
+            {"top_logprobs_num": VOCAB + 1},
+            [1],
+            f"top_logprobs_num must be from 0 to the size of the vocabulary, {VOCAB}",
+        ),
+        ({"top_logprobs_num": -1}, [1], "top_logprobs_num must be"),
         ({"logprob_start_len": -7}, [1], "logprob_start_len"),
         ({"rid": f"{WARMUP_RID_PREFIX}_mine"}, [1], WARMUP_RID_PREFIX),
-        ({"sampling_params": {"max_new_tokens": 2.5}}, [1], "max_new_tokens"),
-        ({"sampling_params": {"max_new_tokens": "5"}}, [1], "max_new_tokens"),
-        ({"sampling_params": {"max_new_tokens": 2, "top_k": 2**31}}, [1], "top_k"),
-        ({"sampling_params": {"max_new_tokens": 2, "top_k": -(2**63)}}, [1], "top_k"),
+        (
+            {"sampling_params": {"min_new_tokens": 1, "stop_token_ids": [VOCAB]}},
+            [1],
+            "stop_token_ids must be in the model",
+        ),
+        (
+            {"sampling_params": {"min_new_tokens": 1, "stop_token_ids": [5, -1]}},
+            [1],
+            "stop_token_ids must be in the model",
+        ),
     ],
 )
 def test_what_the_model_cannot_take(fields: dict[str, Any], ids: list[int], words: str) -> None:
@@ -123,37 +135,89 @@ def test_a_label_of_the_clients_own_is_refused(name: str) -> None:
     RefuseWhatTheModelCannotTake.hook(MANAGER, request(), [1])
 
 
-def test_a_list_that_is_shorter_than_the_batch() -> None:
-    obj = GenerateReqInput(text=["a", "b"], sampling_params=[{"max_new_tokens": 2}])
-    with pytest.raises(ValueError, match="do not fit its prompts"):
-        RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, obj)
-    good = GenerateReqInput(text=["a", "b"], sampling_params=[{"max_new_tokens": 2}, {"max_new_tokens": 3}])
-    RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, good)
+def normalised(**fields: Any) -> GenerateReqInput:
+    obj = GenerateReqInput(**fields)
+    RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, obj)
+    return obj
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 2}]}, "sampling_params must have 2 entries"),
+        ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob must have 2 entries for 2 prompts, got 1"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"n": 0}]}, "sampling_params[1].n must be"),
+        ({"text": ["a", "b"], "sampling_params": []}, "sampling_params must not be an empty list"),
+        ({"text": "a", "top_logprobs_num": [1]}, "top_logprobs_num must not be a list"),
+        ({"text": "a", "logprob_start_len": [1]}, "logprob_start_len must not be a list"),
+        ({"text": "a", "sampling_params": [{}]}, "sampling_params must not be a list"),
+        ({"text": "a", "rid": ["x"]}, "rid must not be a list"),
+        ({"text": "a", "rid": []}, "rid must not be a list"),
+        ({"text": ""}, "text must not be empty"),
+        ({"text": []}, "text must not be empty"),
+        ({"input_embeds": []}, "input_embeds must have"),
+        ({"input_embeds": [[]]}, "input_embeds must have"),
+        ({"text": "a", "sampling_params": {"n": 0}}, "n must be a whole number, at least 1, got 0"),
+    ],
+)
+def test_lists_and_prompts_that_do_not_fit_are_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        normalised(**fields)
+    assert words in str(raised.value)
+
+
+def test_lists_that_fit_pass() -> None:
+    good = normalised(text=["a", "b"], sampling_params=[{"max_new_tokens": 2}, {"max_new_tokens": 3}])
     # As stock does it next.
     good.priority = 7
     assert good[1].sampling_params == {"max_new_tokens": 3}
     assert [good[0].priority, good[1].priority] == [7, 7]
+    assert normalised(text=["a", "b"], rid=["x", "y"], sampling_params={"n": 3}).rid == ["x", "y"]
+    assert normalised(text="", image_data="x").is_single
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"top_logprobs_num": [1]}, {"logprob_start_len": [1]}, {"sampling_params": [{}]}, {"rid": ["x"]}, {"rid": []}],
-)
-def test_a_parameter_that_cannot_be_compared_is_refused(fields: dict[str, Any]) -> None:
-    obj = GenerateReqInput(**{"text": "a", "sampling_params": {"max_new_tokens": 2}, **fields})
-    with pytest.raises(ValueError, match="parameter"):
+def test_nothing_is_aborted_later_in_the_name_of_what_is_refused() -> None:
+    """Stock aborts what has a stream's id two seconds after its end, and another request may have it."""
+    obj = GenerateReqInput(text="a", rid="x", sampling_params={"n": 0})
+    with pytest.raises(ValueError, match="n must be"):
         RefuseBatchesThatDoNotFit.hook(GenerateReqInput.normalize_batch_and_arguments, obj)
-        RefuseWhatTheModelCannotTake.hook(MANAGER, obj, [1])
+    assert (obj.is_single, obj.rid) == (False, [])
+
+    def taken(manager: Any, obj: Any, request: Any) -> None:
+        raise ValueError("Duplicate request ID detected: x")
+
+    obj = GenerateReqInput(text="a", rid="x")
+    with pytest.raises(ValueError, match="Duplicate"):
+        LeaveTheRequestOfThatIdAlone.hook(taken, MANAGER, obj, None)
+    assert (obj.is_single, obj.rid) == (False, [])
+    assert LeaveTheRequestOfThatIdAlone.hook(lambda *given: given[1], MANAGER, obj, None) is obj
+
+
+def test_what_an_engine_refuses_is_raised_in_streams() -> None:
+    """The stock method raises where it is told that nobody streams."""
+
+    async def said(manager: Any, out: Any, state: Any, is_stream: bool) -> bool:
+        return is_stream
+
+    def streams(**reason: Any) -> bool:
+        out = {"meta_info": {"finish_reason": {"type": "abort", **reason}}}
+        return asyncio.run(RaiseRefusalsOfStreams.hook(said, MANAGER, out, None, True))
+
+    assert [streams(status_code=400), streams(status_code=503), streams(status_code=None)] == [False, True, True]
 
 
 def test_a_body_on_which_stocks_checks_stumble_is_refused() -> None:
     async def check(body: Any) -> Any:
         return body.get("response_format"), []
 
+    async def look_into(fields: Any, body: Any, embed: bool) -> Any:
+        return body["response_format"]["type"]
+
     assert asyncio.run(RefuseBodiesThatFailTheirChecks.hook(check, body={"response_format": 1})) == (1, [])
-    with pytest.raises(RequestValidationError) as raised:
-        asyncio.run(RefuseBodiesThatFailTheirChecks.hook(check, body=None))
-    assert "The body has a part of the wrong type: 'NoneType' object" in raised.value.errors()[0]["msg"]
+    for body, at in ((None, ("body",)), ({"response_format": 5}, ("body", "response_format"))):
+        with pytest.raises(RequestValidationError) as raised:
+            asyncio.run(RefuseBodiesThatFailTheirChecks.hook(look_into, ["field"], body, False))
+        assert raised.value.errors()[0]["loc"] == at
 
 
 def test_what_the_model_can_take() -> None:

@@ -97,11 +97,12 @@ class PlanRequest(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         id: names the request in its answer.
-        rates: requests/s by tier; of the only one, where there are no tiers, under the empty name.
+        rates: requests/s by tier; of the only one, where there are no tiers, under the empty name; None: at what is
+            asked for now.
     """
 
     id: int
-    rates: dict[str, float]
+    rates: dict[str, float] | None
 
 
 class ViewRequest(msgspec.Struct, frozen=True, tag=True):

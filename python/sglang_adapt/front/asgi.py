@@ -5,7 +5,7 @@
   engines' states. `/health_generate` stays stock's, which generates a token.
 - Work is refused with a 503 before it is read when the server drains or no engine is up.
 - With tiers, `gate.py` decides about requests that generate, before they are tokenized.
-- Every 503 carries Retry-After, stock's too.
+- Every 503 carries Retry-After, stock's too, and errors of stock's have the form of ours (`error_form.py`).
 - SIGTERM and Ctrl-C drain: no new work, what runs finishes, the engines stop, then the HTTP server ends.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.front.early import EarlyRefusals
+from sglang_adapt.front.error_form import formed, has_form
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal
 from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
@@ -229,7 +230,7 @@ class AdaptLayer:
         if not _is_work(scope["method"], path):
             if path == "/metrics":
                 scope = _as_plain_text(scope)
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, formed(send, path) if has_form(path) else send)
             return
         refusal = self._refusal()
         if refusal is not None:
@@ -238,7 +239,8 @@ class AdaptLayer:
         self._working += 1
         try:
             if self._gate is None or path not in _GENERATING:
-                await self._app(scope, receive, _with_retry_after(send))
+                send = _with_retry_after(send)
+                await self._app(scope, receive, formed(send, path) if has_form(path) else send)
             else:
                 await self._through_gate(self._gate, path, scope, receive, send)
         finally:
@@ -265,6 +267,8 @@ class AdaptLayer:
             return next(messages, None) or await receive()
 
         send = tier_told(_with_retry_after(send), decided.terms.tier, in_body=path in TIER_IN_BODY)
+        if has_form(path):
+            send = formed(send, path)
         with ticket(decided.request) as admitted:
             try:
                 await self._app(scope, again, send)

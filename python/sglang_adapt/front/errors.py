@@ -41,6 +41,10 @@ class Refusal:
         """As it is told on OpenAI's routes (`/v1/...`): under `error`."""
         return _answer(self, {"error": self._fields})
 
+    def body(self, *, openai: bool) -> bytes:
+        """What is told, on OpenAI's routes or on sglang's."""
+        return (self.nested if openai else self.flat).body
+
     @property
     def _fields(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,8 @@
 - `GET` gives it as the engines themselves say it.
 - `POST {"layout": "tp2@0-1", "strategy": "auto"}` goes over to it and answers when that is done (200) or refused (409,
   with nothing changed). It stays until `POST {"layout": "auto"}` gives the decision back to the planner.
-- `GET /adapt/plan?rates=TIER:RATE,...` (`?rates=RATE` without tiers) tells what the planner would do then.
+- `GET /adapt/plan?rates=TIER:RATE,...` (`?rates=RATE` without tiers) tells what the planner would do then; without
+  rates, what it would do now, at what is asked for and with what runs.
 
 All take stock's admin key (`--admin-api-key`, else `--api-key`); without a key, POST only from this machine.
 """
@@ -103,9 +104,10 @@ class LayoutApi:
         rates = rates_of(query.decode("ascii", "replace"))
         if isinstance(rates, str):
             how = (
-                "give a rate to tiers of this server, as ?rates=interactive:5,standard:20, or ?rates=20 if it has none"
+                "give a rate to tiers of this server, as ?rates=interactive:5,standard:20, or ?rates=20 if it has "
+                "none, or leave rates out: then it is what would be done now"
             )
-            return refuse(400, "bad_rates", f"{rates}; {how}")
+            return refuse(400, "bad_rates", f"{rates}; {how}", "rates")
         return await _answered(self._link.plan(rates))
 
 
@@ -125,14 +127,17 @@ def _fault(body: bytes, error: Exception) -> str:
     return str(error)
 
 
-def rates_of(query: str) -> dict[str, float] | str:
-    """Requests/s by tier in a query string, the empty name for a bare number; or what is wrong with it."""
+def rates_of(query: str) -> dict[str, float] | str | None:
+    """Requests/s by tier in a query string, the empty name for a bare number; or what is wrong with it; None if there
+    are no rates in it."""
     given = parse_qs(query, keep_blank_values=True)
     unknown = sorted(set(given) - {"rates"})
     if unknown:
         return f"{_shown(unknown[0])} is not a parameter"
+    if not given:
+        return None
     rates: dict[str, float] = {}
-    for part in ",".join(given.get("rates", [])).split(","):
+    for part in ",".join(given["rates"]).split(","):
         tier, _, digits = part.strip().rpartition(":")
         try:
             rate = number(digits)
@@ -194,6 +199,6 @@ def refuse_stranger(what: str, client: str | None) -> Answer:
     )
 
 
-def refuse(status: int, code: str, message: str) -> Answer:
+def refuse(status: int, code: str, message: str, param: str | None = None) -> Answer:
     """An error as the answer of a handler."""
-    return status, Refusal(status, code, message).flat.body
+    return status, Refusal(status, code, message, param).body(openai=False)

@@ -154,8 +154,8 @@ class RouterLink:
         request = messages.SwitchRequest(next(self._ids), layout, strategy, reason)
         return await self._answer_to(request, self._layout_answers, None)
 
-    async def plan(self, rates: dict[str, float]) -> LayoutAnswer:
-        """What the planner would do at these rates. Raises TimeoutError, LinkClosedError."""
+    async def plan(self, rates: dict[str, float] | None) -> LayoutAnswer:
+        """What the planner would do at these rates, or now. Raises TimeoutError, LinkClosedError."""
         return await self._answer_to(
             messages.PlanRequest(next(self._ids), rates), self._layout_answers, LAYOUT_TIMEOUT_S
         )

@@ -70,8 +70,8 @@ async def _answer(
     return 200, {"active": str(router.layout), **switch.report()}
 
 
-async def _what_if(manager: Manager, router: Router, rates: dict[str, float]) -> tuple[int, dict[str, Any]]:
-    if router.admission is None and "" in rates:
+async def _what_if(manager: Manager, router: Router, rates: dict[str, float] | None) -> tuple[int, dict[str, Any]]:
+    if router.admission is None and rates is not None and "" in rates:
         rates = {ALL: rates[""]}
     try:
         return 200, await manager.what_if(rates)

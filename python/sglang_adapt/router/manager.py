@@ -269,11 +269,12 @@ class Manager:
     def said(self) -> dict[str, Any]:
         """For `GET /adapt/layout`: who decides, why this layout, the longest request that is accepted and how many wait
         for an engine that holds them, the last switches, the planner's last table."""
+        trigger, reason = self._why()
         return {
             "policy": self._policy.value,
             "control": "planner" if self._by_planner else "operator",
-            "trigger": None if self._trigger is None else self._trigger.value,
-            "reason": self._reason,
+            "trigger": None if trigger is None else trigger.value,
+            "reason": reason,
             "longest_request": {
                 "tokens": self._router.request_tokens,
                 "waiting": len(self._router.long.waiting),
@@ -282,8 +283,17 @@ class Manager:
             "planner": None if self._plan is None else explain(self._plan),
         }
 
-    async def what_if(self, rates: Mapping[str, float]) -> dict[str, Any]:
+    def _why(self) -> tuple[Trigger | None, str]:
+        """Why this layout; of a switch from when its engines serve, while the old ones give back their blocks."""
+        switch = self._modes.current
+        if switch is not None and switch.leaving and self._router.layout == switch.after:
+            return switch.trigger, switch.reason.removeprefix(f"{switch.trigger}: ")
+        return self._trigger, self._reason
+
+    async def what_if(self, rates: Mapping[str, float] | None) -> dict[str, Any]:
         """What the planner would do at these rates, in requests/s by tier, with nothing unfinished. Nothing changes.
+
+        None as rates: what it would do now, at what is asked for, with what is unfinished.
 
         Raises:
             OrderRefusedError: there is no planner.
@@ -291,6 +301,8 @@ class Manager:
         """
         self._require_planner()
         now = self._situation()
+        if rates is None:
+            return explain(await asyncio.to_thread(plan, now))
         known = {demand.terms.tier for demand in now.demands}
         unknown = sorted(set(rates) - known)
         if unknown:

@@ -168,11 +168,6 @@ class Modes:
         await self._leaving.release(Switch(layout, layout, Strategy.RECOMPUTE, why), export)
         await fill(self._pools, self._up, layout.engines)
 
-    @property
-    def switching_to(self) -> Layout | None:
-        """The layout of the switch that is under way."""
-        return None if self._current is None else self._current.after
-
     # The phases.
 
     async def _run(self, switch: Switch) -> None:

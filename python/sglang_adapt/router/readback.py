@@ -6,12 +6,16 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sglang_adapt.core.layout import EngineSpec
+from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.router.calls import EngineCallError
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.modes import Modes
 from sglang_adapt.router.pools import Pools
 from sglang_adapt.router.router import Router
+from sglang_adapt.router.switch import Switch
+
+TRIES = 5
+"""How often engines are asked before what they say is told although the layout has changed meanwhile."""
 
 
 class Readback:
@@ -40,22 +44,30 @@ class Readback:
         self._sequences = sequences
 
     async def read(self) -> dict[str, Any]:
-        """Ask all engines at once.
+        """Ask all engines at once, again if the layout has become another one meanwhile: all is told of one moment.
+
+        If it does so `TRIES` times in a row, what engines say may be older than the rest.
 
         Returns:
             `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
-            now, all have the same blocks to serve with; `switching_to`, `epoch`; `kept`: by engine, the requests that
+            now, all have the same blocks to serve with; `switching_from`, `switching_to`: of the switch that is under
+            way, of which `active` is one, or None; `epoch`; `kept`: by engine, the requests that
             it keeps; `roles`: what each engine of the layout does now; `handovers`: see `Handovers.said`; `engines`:
             state, requests in flight, and what the ranks say of lease and cache, or the error; with
             sequence parallelism also `sequence`: from how many tokens on, and how many batches ran each way.
         """
-        entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
+        for _ in range(TRIES):
+            before = self._state()
+            entries = await asyncio.gather(*(self._entry(spec) for spec in self._specs.values()))
+            if self._state() == before:
+                break
         engines = dict(zip(self._specs, entries, strict=True))
-        to = self._modes.switching_to
+        switch = self._modes.current
         return {
             "active": str(self._router.layout),
             "serving": [name for name, entry in engines.items() if self._router.sends_to(name) and _confirmed(entry)],
-            "switching_to": None if to is None else str(to),
+            "switching_from": None if switch is None else str(switch.before),
+            "switching_to": None if switch is None else str(switch.after),
             "epoch": self._pools.epoch,
             "roles": {name: role.value for name, role in self._router.roles.items()},
             "handovers": self._modes.handovers.said(),
@@ -63,12 +75,19 @@ class Readback:
             "engines": engines,
         }
 
+    def _state(self) -> tuple[Layout, Switch | None, int, tuple[EngineState, ...]]:
+        """What must not change while engines are asked."""
+        states = tuple(self._router.engines[name].state for name in self._specs)
+        return self._router.layout, self._modes.current, self._pools.epoch, states
+
     async def _entry(self, spec: EngineSpec) -> dict[str, Any]:
-        """One engine as its ranks have it."""
+        """One engine: its state, and what its ranks say."""
         engine = self._router.engines[spec.name]
-        entry: dict[str, Any] = {"state": engine.state.value, "in_flight": len(engine.in_flight)}
-        if engine.state is not EngineState.READY:
-            return entry
+        ranks = await self._ranks(spec) if engine.state is EngineState.READY else {}
+        return {"state": engine.state.value, "in_flight": len(engine.in_flight)} | ranks
+
+    async def _ranks(self, spec: EngineSpec) -> dict[str, Any]:
+        entry: dict[str, Any] = {}
         try:
             ranks = await self._pools.ask(spec, "kv_state", {})
             if spec.tp in self._sequences:

@@ -22,6 +22,7 @@ from sglang_adapt.upstream.patch import Patch
 from sglang_adapt.upstream.rank import prepare_process
 from sglang_adapt.upstream.request_checks import REQUEST_CHECKS
 from sglang_adapt.upstream.shared_files import ReadLoadsOfAllSlots
+from sglang_adapt.upstream.stock_refusals import body_fault
 from sglang_adapt.upstream.tickets import TICKETS
 
 logger = logging.getLogger(__name__)
@@ -313,6 +314,7 @@ def serve(
 
     if answerer is not None:
         use_early_answers(answerer)
+    http_server.app.add_exception_handler(*named_body_faults(http_server.app))
     http_server.app.add_middleware(middleware, **middleware_args)
     for path in dict.fromkeys(path for _, path in admin_routes):
         handlers = {method: handler for (method, at), handler in admin_routes.items() if at == path}
@@ -337,6 +339,27 @@ def serve(
         run_detokenizer_process_func=run_detokenizer,
         execute_warmup_func=execute_warmup,
     )
+
+
+def named_body_faults(app: Any) -> tuple[type[Exception], Any]:
+    """A handler of bodies that do not pass, for `app.add_exception_handler`: it names the field, and what it may be.
+
+    Stock's puts the whole list of errors into the text, with files and lines of its own. Anthropic's route keeps it.
+    """
+    from fastapi.exceptions import RequestValidationError
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+
+    stocks = app.exception_handlers[RequestValidationError]
+
+    async def handler(request: Request, error: RequestValidationError) -> Any:
+        if request.url.path.startswith("/v1/messages"):
+            return await stocks(request, error)
+        param, message = body_fault(error.errors())
+        said = {"object": "error", "message": message, "type": "invalid_request", "param": param, "code": 400}
+        return JSONResponse(said, 400)
+
+    return RequestValidationError, handler
 
 
 def _add_admin_route(app: Any, path: str, handlers: Mapping[str, AdminHandler]) -> None:

@@ -19,6 +19,7 @@ from sglang_adapt.upstream.allocator_warmup import warm_up_allocator
 from sglang_adapt.upstream.containment import ContainFailingMessages
 from sglang_adapt.upstream.control import Control, use_control
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
+from sglang_adapt.upstream.empty_grammar import SomeTokenMayCome
 from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_used, use_rank_pool
 from sglang_adapt.upstream.limits import LIMIT_PATCHES
@@ -110,6 +111,7 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     EngineInNamesOfProfiles,
     MessagesByRankLink,
     *LIMIT_PATCHES,
+    SomeTokenMayCome,
 )
 
 

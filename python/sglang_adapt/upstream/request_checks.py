@@ -16,14 +16,22 @@ import msgspec
 from sglang_adapt.upstream import wire
 from sglang_adapt.upstream.grammar_checks import grammar_fault
 from sglang_adapt.upstream.patch import Patch
+from sglang_adapt.upstream.sampling_rules import sampling_fault, shown
 
 _WRONG_TYPE = (TypeError, AttributeError, KeyError, IndexError, OverflowError, re.error)
-_INT32 = 1 << 31
-"""Stock makes a tensor of 32-bit integers of every `top_k` in a batch."""
 MOST_SAMPLES = 1024
 """Most samples of a prompt (`n`): each is a request of its own in front, router and engine."""
 MOST_SAMPLES_OF_A_BATCH = 16_384
 """Most samples of all prompts of a batch, if there is more than one of each."""
+_FOR_EACH = (
+    "sampling_params",
+    "rid",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_sampling_mask",
+)
+"""Fields of which a batch may have a list with one for each prompt, and one prompt none."""
 _PATH = re.compile(r" - at `\$([^`]*)`$")
 
 
@@ -73,7 +81,11 @@ class RefuseWhatAnEngineCannotRead(Patch):
 
 
 class RefuseBatchesThatDoNotFit(Patch):
-    """Answers a batch whose lists differ in length, or are of the wrong type, with a 400; stock with an empty 500."""
+    """Refuses sampling parameters that are not as they may be, no prompts, and lists that do not fit the prompts.
+
+    Stock answers a part of this with an empty 500 or a text that names nothing; no prompts (`text: []`) and fewer
+    samples than one (`n: 0`) with a 200, the latter with one sample or, of several prompts, a 400 about `range()`.
+    """
 
     target = "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"
     kind = "around"
@@ -81,17 +93,57 @@ class RefuseBatchesThatDoNotFit(Patch):
     @staticmethod
     def hook(original: Callable[..., Any], self: Any) -> Any:
         try:
-            result = original(self)
-            if not self.is_single and self.batch_size:
-                # Every list that is too short lacks the last one.
+            fault = prompts_fault(self) or sampling_faults(self.sampling_params)
+            if fault is None:
+                result = original(self)
+                fault = lists_fault(self)
+            if fault is None and not self.is_single and self.batch_size:
                 self[self.batch_size - 1]
                 # Stock keeps what it has made, and sets the default priority of all only after this.
                 self.__dict__.pop("_sub_obj_cache", None)
         except _WRONG_TYPE as error:
-            raise ValueError(f"The request's parameters do not fit its prompts: {error}") from error
-        if self.is_single and not isinstance(self.rid, str):
-            raise ValueError("The request's parameters do not fit its prompts: rid of one prompt is to be a text.")
+            fault = f"The request's parameters do not fit its prompts: {error}"
+        except ValueError:
+            forget_id(self)
+            raise
+        if fault is not None:
+            forget_id(self)
+            raise ValueError(fault)
         return result
+
+
+class LeaveTheRequestOfThatIdAlone(Patch):
+    """Keeps a stream that is refused for its id, which another request has, from ending that one.
+
+    Two seconds after a stream stock aborts what has its id, whoever's that is by then.
+    """
+
+    target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state"
+    kind = "around"
+
+    @staticmethod
+    def hook(original: Callable[..., Any], self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, obj, *args, **kwargs)
+        except ValueError:
+            forget_id(obj)
+            raise
+
+
+class RaiseRefusalsOfStreams(Patch):
+    """Raises what an engine refuses (a grammar that it cannot compile) in streams, too, as stock does without a stream.
+
+    Stock gives such a stream a token that nobody asked for and ends it with `finish_reason` "abort", without a text.
+    """
+
+    target = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason"
+    kind = "around"
+
+    @staticmethod
+    async def hook(original: Callable[..., Any], self: Any, out: Any, state: Any, is_stream: bool) -> Any:
+        reason = out["meta_info"]["finish_reason"]
+        refused = reason.get("type") == "abort" and reason.get("status_code") == 400
+        return await original(self, out, state, is_stream and not refused)
 
 
 class RefuseTooManySamples(Patch):
@@ -124,7 +176,8 @@ class RefuseBodiesThatFailTheirChecks(Patch):
         try:
             return await original(*args, **kwargs)
         except _WRONG_TYPE as error:
-            said = {"type": "wrong_type", "loc": ("body",), "msg": f"The body has a part of the wrong type: {error}"}
+            body = args[1] if len(args) > 1 else kwargs.get("received_body")
+            said = {"type": "wrong_type", **wrong_part(body, error)}
             raise RequestValidationError([said]) from error
 
 
@@ -134,7 +187,21 @@ REQUEST_CHECKS: tuple[type[Patch], ...] = (
     RefuseBatchesThatDoNotFit,
     RefuseTooManySamples,
     RefuseBodiesThatFailTheirChecks,
+    RaiseRefusalsOfStreams,
+    LeaveTheRequestOfThatIdAlone,
 )
+
+
+def wrong_part(body: object, error: Exception) -> dict[str, Any]:
+    """`loc`, `msg` and `input` of FastAPI for a body on which a validator has stumbled with `error`."""
+    if not isinstance(body, dict):
+        return {"loc": ("body",), "msg": f"got {shown(body)}", "input": body}
+    # The only field into which stock's validators look before its type is checked.
+    given = body.get("response_format")
+    if given is not None:
+        msg = "must be an object with a type, and with a schema as an object"
+        return {"loc": ("body", "response_format"), "msg": msg, "input": given}
+    return {"loc": ("body",), "msg": f"a part has the wrong type: {error}", "input": None}
 
 
 def model_fault(obj: Any, input_ids: Any, vocab_size: int) -> str | None:
@@ -146,28 +213,85 @@ def model_fault(obj: Any, input_ids: Any, vocab_size: int) -> str | None:
         vocab_size: number of token ids of the model.
     """
     if isinstance(obj.rid, str) and obj.rid.startswith(wire.WARMUP_RID_PREFIX):
-        return f"The request id {obj.rid!r} begins with {wire.WARMUP_RID_PREFIX}, which is the server's own."
+        return f"rid: {obj.rid!r} begins with {wire.WARMUP_RID_PREFIX}, which is the server's own."
     if input_ids is not None and not len(input_ids) and not obj.contains_mm_input():
-        return "The prompt has no tokens; give at least one."
+        return f"{_prompt(obj)}: the prompt has no tokens; give at least one."
     if input_ids and not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
         position, token = next((i, token) for i, token in enumerate(input_ids) if not 0 <= token < vocab_size)
         return (
-            f"The token id {token} at position {position} of the input is not in the model's vocabulary "
+            f"{_prompt(obj)}: the token id {token} at position {position} is not in the model's vocabulary "
             f"(0 to {vocab_size - 1})."
         )
-    wanted = obj.sampling_params.get("max_new_tokens")
-    if wanted is not None and type(wanted) is not int:
-        return f"max_new_tokens must be a whole number, got {wanted!r}."
-    top_k = obj.sampling_params.get("top_k")
-    if top_k is not None and not -_INT32 <= top_k < _INT32:
-        return f"top_k must be -1 or at least 1, and below {_INT32}, got {top_k}."
+    stops = obj.sampling_params.get("stop_token_ids") or ()
+    if obj.sampling_params.get("min_new_tokens") and not all(
+        0 <= token < vocab_size for token in stops if token is not None
+    ):
+        return (
+            f"stop_token_ids must be in the model's vocabulary (0 to {vocab_size - 1}) where min_new_tokens is given: "
+            "these tokens are kept from coming before."
+        )
     top = getattr(obj, "top_logprobs_num", None)
     if top is not None and not 0 <= top <= vocab_size:
-        return f"The number of top log probabilities must be between 0 and the vocabulary's {vocab_size}, got {top}."
+        return f"top_logprobs_num must be from 0 to the size of the vocabulary, {vocab_size}, got {top}."
     start = getattr(obj, "logprob_start_len", None)
     if start is not None and start < -1:
         return f"logprob_start_len must be -1 or more, got {start}."
     return grammar_fault(obj.sampling_params)
+
+
+def _prompt(obj: Any) -> str:
+    """The field that a prompt is in."""
+    return "text" if obj.text is not None else "input_ids" if obj.input_ids is not None else "input_embeds"
+
+
+def forget_id(obj: Any) -> None:
+    """A request is refused: nothing is to be aborted in its name later, which stock does behind a stream."""
+    obj.is_single, obj.rid = False, []
+
+
+def prompts_fault(obj: Any) -> str | None:
+    """Why a request has no prompts, or embeddings that are none, or None.
+
+    Args:
+        obj: stock GenerateReqInput as it has come.
+    """
+    if obj.text is not None and not obj.text and not obj.contains_mm_input():
+        return "text must not be empty; give at least one prompt."
+    embeds = obj.input_embeds
+    if obj.text is None and obj.input_ids is None and embeds is not None and not (embeds and embeds[0]):
+        return "input_embeds must have at least one vector of a token."
+    return None
+
+
+def sampling_faults(given: object) -> str | None:
+    """What is wrong with the sampling parameters of a request, one object or one for each prompt, or None."""
+    if not isinstance(given, list):
+        return sampling_fault(given)
+    if not given:
+        return "sampling_params must not be an empty list; give an object, or one for each prompt."
+    faults = (sampling_fault(one, f"sampling_params[{at}].") for at, one in enumerate(given))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def lists_fault(obj: Any) -> str | None:
+    """Which list of a request does not fit its prompts, or None.
+
+    Args:
+        obj: stock GenerateReqInput, normalised.
+    """
+    if obj.is_single:
+        names = [name for name in _FOR_EACH if isinstance(getattr(obj, name), list)]
+        return f"{names[0]} must not be a list, since there is one prompt." if names else None
+    samples = obj.batch_size * obj.parallel_sample_num
+    for name in _FOR_EACH:
+        value = getattr(obj, name)
+        if not isinstance(value, list):
+            continue
+        needed = obj.batch_size if name == "rid" else samples
+        if len(value) != needed:
+            share = "" if needed == obj.batch_size else f" with n={obj.parallel_sample_num}"
+            return f"{name} must have {needed} entries for {obj.batch_size} prompts{share}, got {len(value)}."
+    return None
 
 
 def samples_fault(obj: Any) -> str | None:
