@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
 from sglang_adapt.core.layout import EngineSpec, Layout
-from sglang_adapt.memory import RegionHandle
-from sglang_adapt.policy.carry import Costs, NoRoomError, Strategy
+from sglang_adapt.kv.staged_handle import KvHandle
+from sglang_adapt.policy.carry import PEER_COSTS, Costs, NoRoomError, Strategy
 from sglang_adapt.policy.situation import Trigger
 from sglang_adapt.router.calls import EngineCallError
 from sglang_adapt.router.engine import Engine, EngineState
@@ -41,8 +41,6 @@ from sglang_adapt.router.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
-MEASURED_COSTS = Costs()
-
 
 class Modes:
     """The layout that serves, and its changes, one at a time.
@@ -51,7 +49,7 @@ class Modes:
         router: where requests are.
         pools: whose blocks are whose, and the way to the engines' ranks.
         specs: all candidates by name.
-        regions: the KV regions of all GPUs now.
+        regions: how the KV of each GPU is reached now.
         drain_timeout_s: how long requests that cannot be moved may take to end.
         costs: by which strategies are compared.
         ended: called with each switch that was asked for, and what came of it.
@@ -67,9 +65,9 @@ class Modes:
         router: Router,
         pools: Pools,
         specs: Mapping[str, EngineSpec],
-        regions: Callable[[], dict[int, RegionHandle]],
+        regions: Callable[[], dict[int, KvHandle]],
         drain_timeout_s: float,
-        costs: Costs = MEASURED_COSTS,
+        costs: Costs = PEER_COSTS,
         ended: Callable[[Switch, Outcome], None] = lambda switch, outcome: None,
         ablation: Ablation = NOTHING_OFF,
     ) -> None:

@@ -17,6 +17,7 @@ import zmq
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.core.process import die_with_parent, ignore_stop_signals, process_context
+from sglang_adapt.policy.carry import costs_by
 from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.dead_gauges import forget_gauges
@@ -220,12 +221,15 @@ class _Process:
             self._router,
             self.pools,
             self._specs,
-            self._memory.kv_regions,
+            self._memory.kv_handles,
             self._config.switch_drain_timeout_s,
+            costs_by(self._config.kv_copy),
             ended=self._switch_ended(),
             ablation=self._config.ablation,
         )
-        self._readback = Readback(self._router, self.pools, self.modes, self._specs, self._config.sp_tokens)
+        self._readback = Readback(
+            self._router, self.pools, self.modes, self._specs, self._config.sp_tokens, self._config.kv_copy
+        )
         self.manager = manager = self._make_manager(self.modes)
         told = self.modes.handovers.told
         told.took = manager.handed_over
