@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import msgpack_decode
 
 from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
 from sglang_adapt.core.block_ids import unpack_ids
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.handoff import (
     HandoffCall,
     answer_payload,
@@ -63,7 +64,11 @@ class Node:
     """
 
     def __init__(
-        self, drain_timeout_s: float = 0.2, lengths: Lengths | None = None, ablation: Ablation = NOTHING_OFF
+        self,
+        drain_timeout_s: float = 0.2,
+        lengths: Lengths | None = None,
+        ablation: Ablation = NOTHING_OFF,
+        kv_copy: CopyPath = CopyPath.PEER,
     ) -> None:
         self.world = World(ONES, lengths=lengths)
         self.router = self.world.router
@@ -88,6 +93,7 @@ class Node:
             SPECS,
             self._handles,
             drain_timeout_s,
+            kv_copy,
             ended=lambda switch, outcome: self.outcomes.append(f"{switch.after}: {outcome}"),
             ablation=ablation,
         )

@@ -17,7 +17,6 @@ import zmq
 from sglang_adapt.core.config import AdaptPolicy
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.core.process import die_with_parent, ignore_stop_signals, process_context
-from sglang_adapt.policy.carry import costs_by
 from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.calls import EngineCalls
 from sglang_adapt.router.dead_gauges import forget_gauges
@@ -223,7 +222,7 @@ class _Process:
             self._specs,
             self._memory.kv_handles,
             self._config.switch_drain_timeout_s,
-            costs_by(self._config.kv_copy),
+            self._config.kv_copy,
             ended=self._switch_ended(),
             ablation=self._config.ablation,
         )
