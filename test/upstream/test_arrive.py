@@ -173,3 +173,13 @@ def test_who_has_given_a_lost_request_up_is_told_with_it(rank: Rank) -> None:
     assert rank.batch() == [*LOST, "lost ['a'], given up ['a']: gone"]
     # The other one is aborted when it runs.
     assert rank.batch()[-1] == "aborted b"
+
+
+def test_who_has_given_a_request_up_that_runs_now_is_told_beside_a_lost_one(rank: Rank) -> None:
+    lost = rank.comes("a", due=True, by_host=True)
+    rank.comes("b", due=True)
+    arrive.abort("b", False)
+    lost.ended, lost.fault = True, "gone"
+    assert rank.batch()[-1] == "aborted b"
+    assert "lost ['a'], given up []: gone" in rank.done
+    assert arrive._aborted == []

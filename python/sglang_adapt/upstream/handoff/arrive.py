@@ -202,8 +202,9 @@ def land(scheduler: Any) -> bool:
     _coming[:] = [one for one in _coming if one not in due]
     lost = [one for one in due if one.by_host and not true_on_all_ranks(scheduler, one.fault is None)]
     due = [one for one in due if one not in lost]
+    staying = [rid for one in (*_coming, *due) for rid in one.rids]
     for one in lost:
-        _lose(scheduler, one)
+        _lose(scheduler, one, staying)
     if due:
         _seat(scheduler, due)
     if before:
@@ -220,15 +221,15 @@ def _has_come(scheduler: Any, one: _Coming) -> bool:
     return true_on_all_ranks(scheduler, one.ended)
 
 
-def _lose(scheduler: Any, one: _Coming) -> None:
-    """Requests whose KV has not come on all ranks: as if they had never been here."""
+def _lose(scheduler: Any, one: _Coming, staying: Sequence[str]) -> None:
+    """Requests whose KV has not come on all ranks: as if they had never been here. `staying`: ids of all others that do
+    not run yet."""
     one.wait()
     early.free(scheduler, [page for arrival in one.arrivals for page in arrival.pages])
     # Stock may have found no room before.
     scheduler.running_batch.batch_is_full = False
     aborted = [rid for rid in one.rids if any(_names_one(abort, [rid]) for abort in _aborted)]
-    others = [rid for other in _coming for rid in other.rids]
-    _aborted[:] = [abort for abort in _aborted if _names_one(abort, others)]
+    _aborted[:] = [abort for abort in _aborted if _names_one(abort, staying)]
     one.lost(one.rids, aborted, one.fault)
 
 
