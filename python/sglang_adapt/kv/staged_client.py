@@ -23,8 +23,8 @@ from sglang_adapt.kv.plan import SourcePlan
 from sglang_adapt.kv.staged import StagedReceiver
 from sglang_adapt.kv.staged_handle import Order, StagedHandle
 from sglang_adapt.kv.staging import halves
-from sglang_adapt.kv.transfer import pin, unpin
-from sglang_adapt.memory import Region, attach
+from sglang_adapt.kv.transfer import TransferError, pin, unpin
+from sglang_adapt.memory import Region, SharedMemoryError, attach
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,10 @@ class StagedClient:
         link = attach(handle.link, "write" if on_gpu else "read")
         if on_gpu:
             # The kernel that scatters does not read host memory: what arrives goes to the GPU first.
-            pin(link.tensor)
+            try:
+                pin(link.tensor)
+            except TransferError as error:
+                raise SharedMemoryError(f"the buffers by which KV of GPU {gpu} comes: {error}") from error
             if not self._buffers:
                 self._buffers = [
                     torch.zeros(half.nbytes, dtype=torch.uint8, device=self.region.device)
