@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import sglang_adapt
+from sglang_adapt.core.copy_path import AUTO, CopyPath, path_text
 from sglang_adapt.floors import floor_faults
 from sglang_adapt.upstream.environment import STOCK_ENVIRONMENT
 
@@ -61,17 +62,17 @@ def check_devices() -> str:
 
 
 def check_peer_access() -> str:
-    """Every GPU reaches every other's memory (KV is copied between them)."""
+    """How KV gets from GPU to GPU: by peer access if every GPU reaches every other's memory, else staged."""
     import torch
+
+    from sglang_adapt.memory.peers import unreachable_pairs
 
     count = torch.cuda.device_count()
     if count < 2:
         return "not needed: fewer than two CUDA devices"
-    missing = [
-        f"{a}-{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
-    ]
+    missing = unreachable_pairs(range(count))
     if missing:
-        raise CheckError(f"no peer access between GPUs {', '.join(missing)}")
+        return path_text(CopyPath.STAGED, AUTO, missing)
     return f"all {count} GPUs reach one another"
 
 

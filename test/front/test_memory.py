@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_adapt.core.config import WARMUP
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.overheads import PACKAGED, Overhead, OverheadKey, record_overhead
 from sglang_adapt.demo import demo_model_path
 from sglang_adapt.front.flags import SettingsError
 from sglang_adapt.front.memory import Deployment, fewer_tp_sizes, plan_for, plans_for_fewer, read_all_overheads
 from sglang_adapt.front.settings import _plan_memory, make_settings
 from sglang_adapt.kv.sizing import KvShape, size_pool
-from sglang_adapt.memory import free
+from sglang_adapt.memory import free, peers
 from sglang_adapt.memory.free import FreeMemory
 from sglang_adapt.policy.memory_plan import MemoryPlan, plan_fault, plan_lines
 from sglang_adapt.upstream import entry_points, front
@@ -55,6 +56,24 @@ def test_two_tp_sizes_share_one_copy_and_one_pool(tmp_path: Path) -> None:
         f"GPU 1 ({H100}): 84.00 GB free = weights 16.00 + keeper 0.50 + TP 1 engine 2.00 + TP 2 engine 4.00 + "
         "KV of idle engines 0.01 + KV 10.49 (80000 tokens) + 51.01 spare",
     ]
+
+
+def test_staged_copies_of_kv_have_buffers(tmp_path: Path) -> None:
+    direct = h100s(tmp_path / "none")
+    staged = replace(direct, kv_copy=CopyPath.STAGED)
+
+    def more(one: Deployment, other: Deployment, tp_sizes: tuple[int, ...]) -> int:
+        first, second = (plan_for(each, tp_sizes, 80_000).places[0].fixed_bytes for each in (one, other))
+        return second - first
+
+    # The keeper's and those of a rank of each TP size: two of 32 MiB each.
+    assert more(direct, staged, (1, 2)) == 3 * 2 * 32 * 2**20
+    assert more(direct, staged, (2,)) == 0
+    # A block of 128 tokens in all planes is 16 MiB; one of 512 does not fit 32.
+    assert more(replace(direct, page=512), replace(staged, page=512), (1, 2)) == 3 * 2 * 64 * 2**20
+    virtual = [replace(each, virtual=True, gpus=(FreeMemory("", 64 * GB, 64 * GB),)) for each in (direct, staged)]
+    # Two buffers of a keeper and two link buffers for each GPU, of a block: 2 MiB.
+    assert more(*virtual, (1, 2)) == 2 * 2 * 2 * 2 * 2**20
 
 
 def test_without_tp_1_a_gpu_has_a_part_of_the_weights(tmp_path: Path) -> None:
@@ -125,6 +144,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return FreeMemory(H100, found[self.index], 85 * GB)
 
     monkeypatch.setattr(free, "gpu_memory", Gpu)
+    monkeypatch.setattr(peers, "unreachable_pairs", lambda devices: [])
     return found
 
 
@@ -164,6 +184,42 @@ def test_the_start_makes_the_pool_of_the_plan(
     assert made.config.start_in_turn, "the packaged figures are for models of other shapes"
     again = make_settings([*argv, "--max-total-tokens", str(made.memory.tokens)], "/nowhere", "spawn")
     assert again.pool == made.pool
+
+
+def test_gpus_that_do_not_reach_each_other_get_staged_copies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, two_gpus: list[int]
+) -> None:
+    monkeypatch.setattr(entry_points, "has_cuda", lambda: True)
+    monkeypatch.setattr(front, "gpu_count", lambda: 4)
+    asked: list[list[int]] = []
+
+    def nobody(devices: list[int]) -> list[tuple[int, int]]:
+        asked.append(devices)
+        return [(devices[0], devices[1])]
+
+    monkeypatch.setattr(peers, "unreachable_pairs", nobody)
+    argv = ("--adapt-overheads-file", str(tmp_path / "none"), "--dtype", "float32", "--adapt-tp-sizes", "1,2")
+    # Devices 1 and 3 are the deployment's GPUs 0 and 1.
+    steps = ("--base-gpu-id", "1", "--gpu-id-step", "2")
+    two_gpus += [85 * GB, 85 * GB]
+    made = make_settings([*argv, *steps], "/nowhere", "spawn")
+    assert asked == [[1, 3]]
+    assert made.config.kv_copy is CopyPath.STAGED
+    assert made.kv_copy.startswith("staged: ") and made.kv_copy.endswith("(no peer access between GPUs 1-3)")
+    assert isinstance(made.memory, MemoryPlan)
+    assert "buffers for KV" in [charge.what for charge in made.memory.places[0].charges]
+    with pytest.raises(SettingsError, match="--adapt-kv-copy peer: no peer access between GPUs 1-3; give staged, or"):
+        make_settings([*argv, *steps, "--adapt-kv-copy", "peer"], "/nowhere", "spawn")
+
+    def unknown(devices: list[int]) -> list[tuple[int, int]]:
+        raise peers.PeerQuestionError("the CUDA driver does not tell")
+
+    monkeypatch.setattr(peers, "unreachable_pairs", unknown)
+    with pytest.raises(SettingsError, match="the CUDA driver does not tell"):
+        make_settings([*argv, *steps], "/nowhere", "spawn")
+    # Nobody need be asked.
+    forced = make_settings([*argv, *steps, "--adapt-kv-copy", "staged"], "/nowhere", "spawn")
+    assert forced.config.kv_copy is CopyPath.STAGED
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_started(tmp_path: Path, two_gpus: list[int]) -> None:

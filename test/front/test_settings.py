@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_adapt.core.ablation import NOTHING_OFF, STEPS, Ablation, Scheduler, parse_tier_engines
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.slo_file import read_slo_config
 from sglang_adapt.demo import demo_model_path
@@ -91,6 +92,14 @@ def test_tp_size_chooses_the_layout() -> None:
     assert made.config.tp_sizes == (1, 2, 4)
 
 
+def test_kv_of_virtual_gpus_is_staged_if_it_is_asked_for() -> None:
+    assert settings().config.kv_copy is settings("--adapt-kv-copy", "peer").config.kv_copy is CopyPath.PEER
+    staged = settings("--adapt-kv-copy", "staged")
+    assert staged.config.kv_copy is CopyPath.STAGED
+    assert staged.kv_copy.endswith("(--adapt-kv-copy staged)") and settings().kv_copy.startswith("peer")
+    assert settings("--adapt-tp-sizes", "1").kv_copy == ""
+
+
 BY_TIER = ("--adapt-slo-config", "built-in", "--adapt-policy", "static", "--adapt-ablate-tier-engines")
 
 
@@ -154,6 +163,9 @@ def test_what_is_switched_off_is_said_in_flags_and_in_words() -> None:
             ["--adapt-ablate-reload-weights", "--load-format", "dummy"],
             "reads the checkpoint again, and --load-format dummy",
         ),
+        (["--adapt-kv-copy", "nccl"], "invalid choice"),
+        (["--adapt-kv-copy", "staged", "--adapt-tp-sizes", "2"], "with 2 GPUs and TP 2 none does; leave it out"),
+        (["--adapt-kv-copy", "staged", "--adapt-ablate-page-copies"], "here KV is staged"),
         (["--adapt-no-such-flag"], "--adapt-no-such-flag is not a flag; sglang_adapt knows --adapt-ablate-page-c"),
         (["--adapt-lay", "tp1@0"], "--adapt-lay is not a flag"),
         (["--tp-size", "4"], "--tp-size 4 is not among the TP sizes 1, 2"),

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import msgpack_decode
 
 from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
 from sglang_adapt.core.block_ids import unpack_ids
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.handoff import (
     HandoffCall,
     answer_payload,
@@ -26,6 +27,7 @@ from sglang_adapt.core.handoff import (
 from sglang_adapt.core.handover import (
     Arrived,
     HandoverCall,
+    NotArrived,
     PartsStay,
     TakeOverCall,
 )
@@ -53,7 +55,8 @@ class Node:
     """Two GPUs, three engines, all of them up; layout ONES.
 
     Attributes:
-        faults: by engine and kind of call, e.g. ("tp1@0", "ExportCall"): one of FAULTS, for the next such call.
+        faults: by engine and kind of call, e.g. ("tp1@0", "ExportCall"): one of FAULTS, for the next such call; for
+            "land", of the KV of requests that were handed over, "lost".
         during: likewise, what happens right before the engine does what it is asked.
         turns: likewise, how often the event loop turns before the answer is read; 1 unless told.
         keeper_fault: why nobody knows the KV regions of all GPUs now; empty: they are known.
@@ -61,7 +64,11 @@ class Node:
     """
 
     def __init__(
-        self, drain_timeout_s: float = 0.2, lengths: Lengths | None = None, ablation: Ablation = NOTHING_OFF
+        self,
+        drain_timeout_s: float = 0.2,
+        lengths: Lengths | None = None,
+        ablation: Ablation = NOTHING_OFF,
+        kv_copy: CopyPath = CopyPath.PEER,
     ) -> None:
         self.world = World(ONES, lengths=lengths)
         self.router = self.world.router
@@ -86,6 +93,7 @@ class Node:
             SPECS,
             self._handles,
             drain_timeout_s,
+            kv_copy,
             ended=lambda switch, outcome: self.outcomes.append(f"{switch.after}: {outcome}"),
             ablation=ablation,
         )
@@ -143,6 +151,13 @@ class Node:
             await asyncio.sleep(0)
         fake = self.fakes[name]
         if fake.lives != lives or self.router.engines[name].state is not EngineState.READY:
+            return
+        if self.faults.pop((name, "land"), None) is not None:
+            aborted = [rid for rid in rids if (name, rid) in self._aborted_coming]
+            self._aborted_coming -= {(name, rid) for rid in aborted}
+            for rid in rids:
+                del fake.coming[rid]
+            self.modes.handovers.noticed(name, to_plain(NotArrived(rids, aborted, "its keeper is gone")))
             return
         for rid in rids:
             fake.running[rid] = fake.coming.pop(rid)

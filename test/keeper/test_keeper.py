@@ -6,17 +6,26 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from weights_engines import forkserver, server_args_of
 
-from sglang_adapt.keeper import KeeperConfig, KeeperError, KeeperHandle, Progress, RegionSpec, start_keeper
+from sglang_adapt.keeper import KeeperConfig, KeeperError, KeeperHandle, Progress, RegionSpec, StagedSpec, start_keeper
+from sglang_adapt.kv.copiers import copiers_of
+from sglang_adapt.kv.geometry import PoolGeometry
+from sglang_adapt.kv.lanes import NOW
+from sglang_adapt.kv.plan import CopyBatch, RequestCopy
+from sglang_adapt.kv.plan_build import build_plans
+from sglang_adapt.kv.staged_client import StagedClient
 from sglang_adapt.memory import MemoryGoneError, attach
 from sglang_adapt.weights import WeightStore
 
@@ -92,6 +101,31 @@ def test_each_gpu_has_its_own_regions_and_all_share_the_weights(start: Any, serv
         _ = keeper.weights
     with pytest.raises(KeeperError, match=r"no region 'kv' on GPU 2; it has kv, staging on GPUs 0, 1"):
         keeper.region("kv", 2)
+
+
+GEOMETRY = PoolGeometry(layers=1, kv_heads=1, head_dim=8, itemsize=2, finest_tp=1, block_bytes=64, blocks=5)
+
+
+def test_it_sends_the_kv_of_each_gpu_to_whoever_asks(start: Any, server_args: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        regions = (RegionSpec("kv", GEOMETRY.region_bytes), RegionSpec("link", 2 * 128, on_host=True))
+        staged = StagedSpec(GEOMETRY, "kv", "link", folder)
+        keeper = start(server_args, None, (0, 1), regions=regions, staged=staged)
+        keeper.wait_ready(timeout_s=LIMIT_S)
+        with attach(keeper.region("kv", 1), "write") as there:
+            there.tensor.copy_(torch.arange(GEOMETRY.region_bytes) % 251)
+            sent = there.tensor.view(2, 5, 64)[:, 2:4].clone()
+        here = torch.zeros(GEOMETRY.region_shape, dtype=torch.int16)
+        client = StagedClient(GEOMETRY, 0, here, copiers_of(here.device))
+        client.open(1, keeper.staged(1))
+        blocks = [np.array([ids], dtype=np.int32) for ids in ([2, 3], [4, 1])]
+        copy = CopyBatch((1,), (0,), (RequestCopy("a", 8, blocks[0], blocks[1]),))
+        delivery = client.begin(build_plans(GEOMETRY, [copy]), NOW, ahead=False)
+        delivery.wait()
+        assert delivery.fault is None
+        assert torch.equal(here.view(torch.uint8).view(2, 5, 64)[:, [4, 1]], sent)
+        with pytest.raises(KeeperError, match="keeper_gpu0-1 does not send KV of GPU 2"):
+            keeper.staged(2)
 
 
 def test_what_it_cannot_load_is_told(start: Any, server_args: Any) -> None:

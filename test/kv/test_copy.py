@@ -155,8 +155,8 @@ def test_a_copy_for_each_page_and_plane_brings_the_same() -> None:
 def test_ranks_copy_page_by_page_only_if_they_are_told_to() -> None:
     region = torch.zeros(GEOMETRY.region_shape, dtype=torch.int16)
     told = KvCopies("tp1@0", GEOMETRY, (0,), 0, region, by_page=True)
-    assert type(told._copier) is PageCopier
-    assert type(KvCopies("tp1@0", GEOMETRY, (0,), 0, region)._copier) is CpuCopier
+    assert type(told._copiers.now) is type(told._copiers.ahead) is PageCopier
+    assert type(KvCopies("tp1@0", GEOMETRY, (0,), 0, region)._copiers.now) is CpuCopier
 
 
 def test_several_marks_are_one() -> None:

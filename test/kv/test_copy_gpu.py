@@ -3,6 +3,7 @@ interpreted."""
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from multiprocessing import Pipe
 
@@ -12,11 +13,15 @@ from hypothesis import given, settings
 from kv_world import World, worlds_with_batches
 
 from sglang_adapt.kv.checked import CheckedExecutor
-from sglang_adapt.kv.copiers import TritonCopier
+from sglang_adapt.kv.copiers import TritonCopier, copiers_of
 from sglang_adapt.kv.copy import DirectExecutor
+from sglang_adapt.kv.lanes import NOW
 from sglang_adapt.kv.plan import CopyBatch, SourcePlan
 from sglang_adapt.kv.plan_build import build_plans
 from sglang_adapt.kv.staged import StagedReceiver, StagedSender
+from sglang_adapt.kv.staged_client import StagedClient
+from sglang_adapt.kv.staged_server import StagedServer
+from sglang_adapt.memory import allocate
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +51,42 @@ def test_staged_copies_on_a_gpu_equal_the_reference(
             _stage(world, regions, plan.to_gpu(gpu), gpu, through_host)
     for gpu, region in regions.items():
         assert torch.equal(region.cpu(), world.expected[gpu]), f"GPU {gpu}"
+
+
+_mapped: list[StagedServer | StagedClient] = []
+"""Memory that is pinned must not be unmapped before the process ends."""
+
+
+@settings(deadline=None, max_examples=8)
+@given(case=worlds_with_batches())
+def test_what_keepers_send_equals_the_reference(case: tuple[World, tuple[CopyBatch, ...]]) -> None:
+    """All GPUs' regions on one device; each asks all others at once, through host memory of two units a chunk."""
+    world, batches = case
+    plans = build_plans(world.geometry, batches)
+    g, device = world.geometry, torch.device("cuda", 0)
+    size = 16 + 2 * max([g.planes * plan.unit_tokens * plan.row_bytes for plan in plans], default=16)
+    regions = {gpu: allocate(g.region_bytes, device) for gpu in world.regions}
+    with tempfile.TemporaryDirectory() as folder:
+        servers = {}
+        for gpu, region in regions.items():
+            region.tensor.copy_(world.regions[gpu].view(-1).view(torch.uint8))
+            servers[gpu] = StagedServer(f"GPU {gpu}", g, region, allocate(2 * size, "cpu"), f"{folder}/{gpu}")
+        deliveries = []
+        for gpu, region in regions.items():
+            client = StagedClient(g, gpu, region.tensor.view(torch.int16).view(g.region_shape), copiers_of(device))
+            for source, server in servers.items():
+                client.open(source, server.handle)
+            mine = [part for plan in plans if (part := plan.to_gpu(gpu)).units]
+            deliveries.append(client.begin(mine, NOW, ahead=gpu % 2 == 1))
+            _mapped.append(client)
+        for delivery in deliveries:
+            delivery.wait()
+            assert delivery.fault is None
+        for server in servers.values():
+            server.close()
+            _mapped.append(server)
+    for gpu, region in regions.items():
+        assert torch.equal(region.tensor.cpu(), world.expected[gpu].view(-1).view(torch.uint8)), f"GPU {gpu}"
 
 
 def _stage(world: World, regions: dict[int, torch.Tensor], plan: SourcePlan, gpu: int, through_host: bool) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_adapt.policy.carry import HEADROOM_BLOCKS, Costs, Mover, NoRoomError, Room, Strategy, carry
+from sglang_adapt.core.copy_path import CopyPath
+from sglang_adapt.policy.carry import HEADROOM_BLOCKS, Costs, Mover, NoRoomError, Room, Strategy, carry, costs_by
 
 GPUS = st.sampled_from([(0,), (1,), (0, 1)])
 MOVERS = st.lists(
@@ -98,3 +99,16 @@ def test_what_is_cheaper_to_compute_than_to_copy_is_computed() -> None:
 def test_what_does_not_move_is_not_placed(strategy) -> None:
     with pytest.raises(ValueError, match=strategy):
         carry([], [Room("tp1@0", (0,), 1, 8)], strategy)
+
+
+def test_kv_is_copied_by_any_way_that_is_quicker_than_to_read_it_again() -> None:
+    by = {path: costs_by(path) for path in CopyPath}
+    # 392 and 21 GB/s, and 128 KiB a token.
+    assert (round(by[CopyPath.PEER].copy, -4), round(by[CopyPath.STAGED].copy, -3)) == (2_990_000, 160_000)
+    rooms = [Room("tp1@0", (0,), 100, 16)]
+    for costs in by.values():
+        assert carry([Mover("a", (0,), 50, 60)], rooms, Strategy.AUTO, costs)[0].migrate
+    slow = replace(by[CopyPath.STAGED], prefill=2e5)
+    assert not carry([Mover("a", (0,), 50, 60)], rooms, Strategy.AUTO, slow)[0].migrate
+    quick = replace(slow, copy=by[CopyPath.PEER].copy)
+    assert carry([Mover("a", (0,), 50, 60)], rooms, Strategy.AUTO, quick)[0].migrate

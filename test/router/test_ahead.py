@@ -226,6 +226,7 @@ steps = st.one_of(
         st.just("fault"),
         st.tuples(st.tuples(st.sampled_from((SOURCE, TAKER)), st.sampled_from(AHEAD)), st.sampled_from(FAULTS)),
     ),
+    st.tuples(st.just("fault"), st.just(((TAKER, "land"), "lost"))),
     st.tuples(
         st.just("turns"), st.tuples(st.tuples(st.just(TAKER), st.sampled_from((*AHEAD, "land"))), st.integers(0, 12))
     ),

@@ -235,6 +235,44 @@ def test_the_source_dies_while_its_kv_is_read() -> None:
     run(story())
 
 
+def test_kv_that_does_not_come_is_read_again() -> None:
+    async def story() -> None:
+        node = await split()
+        node.faults["tp1@1", "land"] = "lost"
+        node.request("a", "b")
+        node.prefill()
+        await node.until(lambda: not node.faults and not node.modes.handovers.said()["under_way"])
+        await node.settle()
+        assert node.said() == {"waiting": 0, "under_way": 0, "handed_over": 2, "recomputed": 2}
+        # The source has let go; both go on from their tokens.
+        assert ("tp1@0", "LetGoCall") in node.calls and "recover" in {call for _, call in node.calls}
+        assert not node.fakes["tp1@0"].leaving
+        node.check()
+        node.prefill()
+        await all_end(node, "a", "b")
+
+    run(story())
+
+
+def test_who_has_left_when_kv_does_not_come_is_not_served() -> None:
+    async def story() -> None:
+        node = await split()
+        node.faults["tp1@1", "land"] = "lost"
+        node.turns["tp1@1", "land"] = 50
+        node.request("a", "b")
+        node.prefill()
+        await node.until(lambda: "a" in node.router.engines["tp1@1"].in_flight)
+        node.world.send(io_struct.AbortReq(rid="a"))
+        node.read()
+        await node.until(lambda: not node.faults and not node.modes.handovers.said()["under_way"])
+        await node.settle()
+        assert node.ended() == {"a": 1}
+        node.prefill()
+        await all_end(node, "a", "b")
+
+    run(story())
+
+
 def test_one_role_is_gone_and_comes_back() -> None:
     async def story() -> None:
         node = await split()
@@ -296,6 +334,7 @@ steps = st.one_of(
     st.tuples(st.just("fault"), st.tuples(places, st.sampled_from(FAULTS))),
     st.tuples(st.just("turns"), st.tuples(places, st.integers(0, 12))),
     st.tuples(st.just("land"), st.tuples(st.sampled_from(("tp1@0", "tp1@1")), st.integers(0, 30))),
+    st.tuples(st.just("fault"), st.sampled_from((("tp1@0", "land"), ("tp1@1", "land"))).map(lambda at: (at, "lost"))),
     st.tuples(st.just("meanwhile"), st.tuples(places, st.sampled_from(("request", "abort", "finish", "die")))),
     st.tuples(
         st.just("switch"),

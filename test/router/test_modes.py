@@ -11,6 +11,8 @@ import pytest
 from sglang.srt.managers import io_struct
 from switch_fakes import FAULTS, ONES, SETTINGS, SPECS, TWO, Node
 
+from sglang_adapt.core.copy_path import CopyPath
+from sglang_adapt.core.handoff import HandoffCall, SnapshotCall
 from sglang_adapt.router import entering
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.switch import SwitchRefusedError
@@ -587,3 +589,26 @@ def test_an_engine_gets_few_blocks_with_its_requests_and_all_others_right_after(
     monkeypatch.setattr(entering, "LENT_TOKENS", 0)
     monkeypatch.setattr(entering, "LEAVE_TOKENS", 32)
     run(story)
+
+
+def test_requests_have_room_to_run_on_for_as_long_as_their_kv_is_copied() -> None:
+    async def left(path: CopyPath) -> int:
+        """Blocks that an engine keeps for each request while their KV is copied ahead."""
+        node = Node(kv_copy=path)
+        fake, seen = node.fakes["tp1@0"], []
+        whole = fake.answer
+
+        def answer(call: HandoffCall) -> list[object]:
+            seen.extend([call.leave] if isinstance(call, SnapshotCall) else [])
+            return list(whole(call))
+
+        fake.answer = answer  # type: ignore[method-assign,assignment]
+        node.request("a", "b", "c", "d")
+        count = len(fake.running)
+        await node.switch(TWO)
+        [leave] = seen
+        return leave // count
+
+    page = SETTINGS.geometry.tokens_per_block(1)
+    direct, staged = asyncio.run(left(CopyPath.PEER)), asyncio.run(left(CopyPath.STAGED))
+    assert staged - direct == (512 - 256) // page

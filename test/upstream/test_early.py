@@ -43,7 +43,13 @@ class Taker:
             if fails:
                 raise ValueError("no such GPU")
             self.done.append(("copy", (pages, fresh)))
-            return SimpleNamespace(wait=lambda: self.done.append(("waited", number)), hold_back=lambda stream: None)
+            return SimpleNamespace(
+                by_host=False,
+                ended=True,
+                fault=None,
+                wait=lambda: self.done.append(("waited", number)),
+                hold_back=lambda stream: None,
+            )
 
         call = AheadCall(number, f"r{number}", first, end, tokens, KvSource([0], [[]]))
         early.bring(self.scheduler, call, start, len(self.scheduler.running_batch.reqs))

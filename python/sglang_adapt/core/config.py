@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import EngineSpec, Layout, candidate_engines
 
 WARMUP_PROMPT = (0, 1, 2, 3)
@@ -56,6 +57,7 @@ class AdaptConfig:
         sp_tokens: by TP size, tokens of a batch from which it runs sequence-parallel; a size that is not named runs
             all batches tensor-parallel.
         ablation: which mechanisms are switched off for a measurement.
+        kv_copy: the way of KV from one GPU to another.
     """
 
     gpus: int
@@ -77,6 +79,7 @@ class AdaptConfig:
     gives_roles: bool = False
     sp_tokens: Mapping[int, int] = field(default_factory=dict)
     ablation: Ablation = NOTHING_OFF
+    kv_copy: CopyPath = CopyPath.PEER
 
     @property
     def base_tp(self) -> int:

@@ -1,7 +1,8 @@
 """Messages that hand single requests over from an engine that prefills to one that decodes, while both serve.
 
 The source says of itself that requests have their first token (`Prefilled`); the destination takes them up
-(`TakeOverCall`) and says when their KV is there and they run (`Arrived`); the source forgets them (`LetGoCall`), or
+(`TakeOverCall`) and says when their KV is there and they run (`Arrived`), or that it has not come (`NotArrived`, where
+GPUs have no peer access); the source forgets them (`LetGoCall`), or
 goes on with them itself (`KeepCall`). Leases do not change: a source's blocks stay its own until it lets go, a
 destination takes blocks out of its own lease. All ranks of an engine get a call in the same iteration.
 
@@ -136,6 +137,20 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     steps_ms: dict[str, float] = {}
 
 
+class NotArrived(msgspec.Struct, frozen=True, tag=True):
+    """From a destination: the KV of these has not come, because who sends it is gone or silent. They are not on the
+    engine any more, and nothing is copied.
+
+    Attributes:
+        aborted: of these, those that their clients have given up meanwhile.
+        why: of the first rank that knows.
+    """
+
+    rids: list[str]
+    aborted: list[str]
+    why: str
+
+
 class PartRead(msgspec.Struct, frozen=True, tag=True):
     """From a source: a prompt is being read, or more of it is done. The blocks hold it until the request ends or is let
     go, whatever else the engine does.
@@ -164,4 +179,4 @@ class PartsStay(msgspec.Struct, frozen=True, tag=True):
 
 
 HandoverCall = LeaveCall | TakeOverCall | LetGoCall | KeepCall | AheadCall | ForgetCall
-HandoverNotice = Prefilled | Arrived | PartRead | PartsStay
+HandoverNotice = Prefilled | Arrived | NotArrived | PartRead | PartsStay

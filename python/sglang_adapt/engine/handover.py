@@ -17,14 +17,15 @@ from sglang_adapt.core.handover import (
     KeepCall,
     LeaveCall,
     LetGoCall,
+    NotArrived,
     PartRead,
     PartsStay,
     Prefilled,
     TakeOverCall,
 )
 from sglang_adapt.core.laps import Laps
-from sglang_adapt.engine.copying import KvCopies, Pull
-from sglang_adapt.kv.lanes import Mark, Marks
+from sglang_adapt.engine.copying import KvCopies, Pull, Pulled
+from sglang_adapt.kv.lanes import Mark
 from sglang_adapt.upstream.awake import stay_awake
 from sglang_adapt.upstream.control import at_rank_0, notify
 from sglang_adapt.upstream.handoff import arrive, early, leave, reading
@@ -67,6 +68,7 @@ class EngineHandover:
                     call.ahead,
                     lambda pages, first, after: self._pull(call, pages, first, after),
                     lambda rids, ran_s, steps: notify(self._scheduler, to_plain(Arrived(rids, ran_s, steps))),
+                    lambda rids, aborted, why: _tell_lost(self._scheduler, rids, aborted, why),
                     laps,
                 )
                 return HandoverAnswer(ahead_tokens=came, steps_ms=laps.ms)
@@ -92,7 +94,7 @@ class EngineHandover:
                 return HandoverAnswer(kept, steps_ms=laps.ms)
         return HandoverAnswer(steps_ms=laps.ms)
 
-    def _pull(self, call: TakeOverCall, pages: list[list[int]], first: list[int], after: Mark) -> Marks:
+    def _pull(self, call: TakeOverCall, pages: list[list[int]], first: list[int], after: Mark) -> Pulled:
         """Begin to bring what has not come ahead."""
         pulls = [
             Pull(request.rid, begin, request.kv_tokens, self._copies.from_token(source, begin), mine)
@@ -109,6 +111,14 @@ def _tell(
     if ranks is not None:
         blocks = [[rank[at] for rank in ranks] for at in range(len(requests))]
         notify(scheduler, to_plain(Prefilled(requests, holds, blocks, settled_s)))
+
+
+def _tell_lost(scheduler: Any, rids: list[str], aborted: list[str], why: str | None) -> None:
+    """Tell the router that the KV of requests has not come, with the reason of a rank that has one."""
+    reasons = at_rank_0(scheduler, why)
+    if reasons is not None:
+        first = next(reason for reason in reasons if reason is not None)
+        notify(scheduler, to_plain(NotArrived(rids, aborted, first)))
 
 
 def _tell_part(scheduler: Any, part: PartRead) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sglang_adapt.core.ablation import Ablation, AblationError, Scheduler, TierEngines, parse_tier_engines
 from sglang_adapt.core.config import AdaptPolicy
+from sglang_adapt.core.copy_path import AUTO, CopyPath
 from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.overheads import default_overheads_file
 from sglang_adapt.core.slo_file import BUILT_IN_NAME
@@ -132,6 +133,16 @@ def add_adapt_flags(parser: argparse.ArgumentParser) -> None:
         "smallest of --adapt-tp-sizes, t, does, so an engine of P GPUs cuts tokens P / t ways and weights t ways: with "
         "1,4 as SP 4, with 2,4 as SP 2 x TP 2; engines of that size themselves run tensor-parallel (default: off, "
         "because it has not been measured on GPUs)",
+    )
+    group.add_argument(
+        "--adapt-kv-copy",
+        choices=[AUTO, *(path.value for path in CopyPath)],
+        default=AUTO,
+        help="how KV gets from one GPU to another, in a switch of layout and from prefill to decode. peer: the GPU "
+        "that needs it reads the memory of the one that has it, for which all need peer access to each other (NVLink, "
+        "or PCIe where the driver allows it); staged: through two buffers in host memory for each GPU, filled and "
+        "emptied in turn, at about a twentieth of NVLink's speed; auto: peer if all have access, else staged, and the "
+        "start says why (default: %(default)s)",
     )
     group.add_argument(
         "--adapt-request-log",

@@ -61,7 +61,8 @@ class RouterLauncher:
         return self._process
 
     def wait_ready(self) -> dict[str, Any]:
-        """Block until every engine is warm.
+        """Block until every engine is warm; returns what `/server_info` is to say, with several TP sizes also the way
+        of copies between GPUs.
 
         Raises:
             EngineStartError: an engine failed, or the router ended.
@@ -77,4 +78,6 @@ class RouterLauncher:
             self._report.close()
         if report["status"] != "ready":
             raise EngineStartError(report["error"])
-        return report
+        if self.pool is None:
+            return report
+        return report | {"adapt_kv_copy": self.config.kv_copy.value}

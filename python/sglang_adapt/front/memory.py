@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_adapt.core.config import WARMUP
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import nesting
 from sglang_adapt.core.overheads import PACKAGED, VIRTUAL_GPU, Overhead, OverheadKey, read_overheads
 from sglang_adapt.kv.geometry import GeometryError
-from sglang_adapt.kv.sizing import KvShape, PoolCost, pool_cost
+from sglang_adapt.kv.sizing import KvShape, PoolCost, pool_cost, size_pool
+from sglang_adapt.kv.staged import BUFFERS
+from sglang_adapt.kv.staging import buffer_bytes
 from sglang_adapt.policy.memory_plan import Charge, MemoryPlan, Place, plan_memory
 from sglang_adapt.policy.overheads import estimate_overhead
 
@@ -34,6 +37,7 @@ class Deployment:
         share: as in `policy.memory_plan.plan_memory`.
         page: tokens of a page at the smallest TP size.
         kv_shape: of the KV pool that the engines of a GPU share; None with a single TP size.
+        kv_copy: the way of KV from GPU to GPU.
     """
 
     gpus: tuple[FreeMemory, ...]
@@ -45,6 +49,7 @@ class Deployment:
     share: float
     page: int
     kv_shape: KvShape | None
+    kv_copy: CopyPath = CopyPath.PEER
 
 
 def plan_for(deployment: Deployment, tp_sizes: Sequence[int], tokens: int | None) -> MemoryPlan:
@@ -126,10 +131,22 @@ def _place(
         what = f"{len(gpus)} ranks of TP {tp}" if deployment.virtual else f"TP {tp} engine"
         key = OverheadKey(gpu, sizes.shape, tp, deployment.graph_batch[tp])
         charges.append(_charge(deployment, what, key, len(gpus)))
+    if len(tp_sizes) > 1 and deployment.kv_copy is CopyPath.STAGED:
+        charges.append(Charge("buffers for KV", len(gpus) * _staging_bytes(deployment, tp_sizes)))
     name = "host memory" if deployment.virtual else f"GPU {gpus[0]} ({free.name})"
     if kv.fixed_bytes:
         charges.append(Charge("KV of idle engines", len(gpus) * kv.fixed_bytes))
     return Place(name, free.free_bytes, tuple(charges), len(gpus) * kv.token_bytes)
+
+
+def _staging_bytes(deployment: Deployment, tp_sizes: Sequence[int]) -> int:
+    """What the staged path takes of a GPU: two buffers of its keeper, and two of each rank; of a virtual one, two of
+    its keeper and two link buffers, which real ones have in host memory."""
+    assert deployment.kv_shape is not None, "several TP sizes have a pool"
+    least = kv_cost(deployment, tp_sizes).least_tokens
+    geometry = size_pool(deployment.kv_shape, tuple(tp_sizes), deployment.page, least, WARMUP).geometry
+    size = buffer_bytes(geometry.planes, geometry.block_bytes, virtual=deployment.virtual)
+    return BUFFERS * size * (2 if deployment.virtual else 1 + len(tp_sizes))
 
 
 def _charge(deployment: Deployment, what: str, key: OverheadKey, count: int = 1) -> Charge:

@@ -19,6 +19,7 @@ from typing import Any
 import setproctitle
 
 from sglang_adapt.core.ablation import NOTHING_OFF
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import LayoutError
 from sglang_adapt.core.messages import RequestReport, RouterStatus
 from sglang_adapt.core.process import die_with_parent, process_context
@@ -98,6 +99,9 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     )
     if config.ablation != NOTHING_OFF:
         logger.warning("switched off for a measurement: %s", config.ablation)
+    if settings.kv_copy:
+        say = logger.warning if config.kv_copy is CopyPath.STAGED else logger.info
+        say("KV between GPUs: %s", settings.kv_copy)
     for line in settings.sequences:
         logger.info("sequence parallelism: %s", line)
     if isinstance(settings.memory, MemoryPlan):

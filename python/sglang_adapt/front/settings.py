@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_adapt.core.ablation import Ablation, AblationError, check_tier_engines, engines_text
 from sglang_adapt.core.config import WARMUP, AdaptConfig, AdaptPolicy
+from sglang_adapt.core.copy_path import AUTO, CopyPath, CopyPathError, choose_path, path_text
 from sglang_adapt.core.layout import LayoutError, check_tp_sizes, default_tp_sizes, parse_layout, uniform_layout
 from sglang_adapt.core.overheads import OverheadsFileError
 from sglang_adapt.front.flags import (
@@ -45,6 +46,7 @@ class Settings:
         tiers: tiers, if there are any, and how fast the engines are.
         request_log: file of a line for each request with a tier; None for none.
         sequences: which batches run sequence-parallel, in words, a line for each TP size.
+        kv_copy: how KV gets from GPU to GPU, in words; empty with one TP size or one GPU, where none does.
     """
 
     config: AdaptConfig
@@ -54,6 +56,7 @@ class Settings:
     tiers: TierSettings
     request_log: Path | None = None
     sequences: tuple[str, ...] = ()
+    kv_copy: str = ""
 
 
 def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Settings:
@@ -91,8 +94,9 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         if ours.adapt_tp_sizes is None
         else check_tp_sizes(tp_sizes_named(ours.adapt_tp_sizes), gpus, heads, kv_heads)
     )
+    kv_copy, kv_copy_said = _copy_path(ours.adapt_kv_copy, first, gpus, tp_sizes, virtual)
     ablation = ablation_of(ours)
-    _refuse_impossible_ablation(ablation, first, tp_sizes)
+    _refuse_impossible_ablation(ablation, first, tp_sizes, kv_copy)
     layout_text = engines_text(ablation.tier_engines) or ours.adapt_layout
     layout = _layout(layout_text, first.tp_size, tp_sizes, gpus)
     if layout.roles and len(tp_sizes) < 2:
@@ -135,7 +139,7 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         pool = _pool(shape, tp_sizes, page_size, finest.max_total_tokens, context)
     if ours.adapt_sp is not None and (fault := upstream.sequence_fault(finest, tp_sizes)) is not None:
         raise SettingsError(f"--adapt-sp {ours.adapt_sp}: {fault}")
-    memory = _plan_memory(server_args, gpus, virtual, ours.adapt_overheads_file, shape, page_size)
+    memory = _plan_memory(server_args, gpus, virtual, ours.adapt_overheads_file, shape, page_size, kv_copy)
     if shape is not None:
         if isinstance(memory, MemoryPlan):
             pool = _pool(shape, tp_sizes, page_size, memory.tokens, context)
@@ -175,10 +179,35 @@ def make_settings(argv: Sequence[str], run_dir: str, start_method: str) -> Setti
         gives_roles=ours.adapt_roles == "auto",
         sp_tokens=tiers.sp_tokens,
         ablation=ablation,
+        kv_copy=kv_copy,
         start_in_turn=not virtual and len(tp_sizes) > 1 and isinstance(memory, MemoryPlan) and memory.has_assumed,
     )
     said = sequence_lines(ours.adapt_sp, tp_sizes, tiers.sp_tokens)
-    return Settings(config, server_args, memory, pool, tiers, ours.adapt_request_log, tuple(said))
+    return Settings(config, server_args, memory, pool, tiers, ours.adapt_request_log, tuple(said), kv_copy_said)
+
+
+def _copy_path(asked: str, args: Any, gpus: int, tp_sizes: tuple[int, ...], virtual: bool) -> tuple[CopyPath, str]:
+    """The way of KV from GPU to GPU, and the same in words.
+
+    Raises:
+        SettingsError: a way that these GPUs do not have, or one where no KV goes anywhere.
+    """
+    from sglang_adapt.memory.peers import PeerQuestionError, unreachable_pairs
+
+    if len(tp_sizes) < 2 or gpus < 2:
+        if asked != AUTO:
+            raise SettingsError(
+                f"--adapt-kv-copy {asked} is about KV that goes from GPU to GPU, and with {gpus} GPUs and TP "
+                f"{','.join(map(str, tp_sizes))} none does; leave it out, or give more --adapt-tp-sizes"
+            )
+        return CopyPath.PEER, ""
+    devices = [args.base_gpu_id + gpu * args.gpu_id_step for gpu in range(gpus)]
+    try:
+        unreachable = [] if virtual or asked == CopyPath.STAGED else unreachable_pairs(devices)
+        path = choose_path(asked, unreachable)
+    except (PeerQuestionError, CopyPathError) as error:
+        raise SettingsError(str(error)) from None
+    return path, path_text(path, asked, unreachable)
 
 
 def _plan_memory(
@@ -188,6 +217,7 @@ def _plan_memory(
     overheads_file: Path,
     kv_shape: KvShape | None,
     page_size: int,
+    kv_copy: CopyPath = CopyPath.PEER,
 ) -> MemoryPlan | str:
     """Plan the memory of a deployment; or why it cannot be planned, where that does no harm.
 
@@ -195,6 +225,7 @@ def _plan_memory(
         server_args: by TP size; what they say of pages does not count.
         kv_shape: for the KV pool of each GPU; None with one TP size, whose engines have pools of their own.
         page_size: tokens of a page at the smallest TP size.
+        kv_copy: the way of KV from GPU to GPU.
 
     Raises:
         SettingsError: it does not fit, or the KV pool has to be sized and the sizes are not known.
@@ -222,6 +253,7 @@ def _plan_memory(
             share=args.mem_fraction_static,
             page=page_size,
             kv_shape=kv_shape,
+            kv_copy=kv_copy,
         )
     except (FreeMemoryError, OverheadsFileError) as error:
         raise SettingsError(str(error)) from None
@@ -312,8 +344,13 @@ def _layout(text: str | None, tp_size: int, tp_sizes: tuple[int, ...], gpus: int
     return uniform_layout(tp, gpus)
 
 
-def _refuse_impossible_ablation(ablation: Ablation, args: Any, tp_sizes: tuple[int, ...]) -> None:
+def _refuse_impossible_ablation(ablation: Ablation, args: Any, tp_sizes: tuple[int, ...], kv_copy: CopyPath) -> None:
     """Refuse to switch off what a deployment does not have."""
+    if ablation.page_copies and kv_copy is CopyPath.STAGED:
+        raise SettingsError(
+            "--adapt-ablate-page-copies is about GPUs that read each other's memory, and here KV is staged "
+            "(--adapt-kv-copy); leave it out"
+        )
     if len(tp_sizes) < 2:
         for flag in ("page_copies", "stop_copy", "reload_weights"):
             if getattr(ablation, flag):

@@ -6,6 +6,7 @@ Use, from the process that supervises the engines (any process that may start ch
     keeper.wait_ready(on_progress=lambda progress: ..., timeout_s=600)
     keeper.weights                # WeightsHandle, goes into each rank's start arguments
     keeper.region("kv", gpu_id=0) # RegionHandle of a region named in the configuration
+    keeper.staged(gpu_id=0)       # StagedHandle, with a StagedSpec: where the KV of a GPU is asked for
     keeper.process.sentinel       # readable when the keeper has ended: its engines have lost their memory
     keeper.stop()
 
@@ -23,8 +24,17 @@ Use, from the process that supervises the engines (any process that may start ch
 Out of scope: restarting keepers and engines, which is for whoever supervises them.
 """
 
-from sglang_adapt.keeper.config import KeeperConfig, RegionSpec
+from sglang_adapt.keeper.config import KeeperConfig, RegionSpec, StagedSpec
 from sglang_adapt.keeper.handle import KeeperError, KeeperHandle, start_keeper
 from sglang_adapt.keeper.messages import Progress, Ready
 
-__all__ = ["KeeperConfig", "KeeperError", "KeeperHandle", "Progress", "Ready", "RegionSpec", "start_keeper"]
+__all__ = [
+    "KeeperConfig",
+    "KeeperError",
+    "KeeperHandle",
+    "Progress",
+    "Ready",
+    "RegionSpec",
+    "StagedSpec",
+    "start_keeper",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.weights import WHOLE, Part
 
 
@@ -26,6 +27,22 @@ class RegionSpec:
 
 
 @dataclass(frozen=True)
+class StagedSpec:
+    """That a keeper sends the KV of its GPUs to those that do not reach it (`kv.staged_server`).
+
+    Attributes:
+        geometry: shapes of the KV region.
+        kv, link: names of the regions that hold the KV, and the two link buffers, on the host.
+        folder: private, for the sockets.
+    """
+
+    geometry: PoolGeometry
+    kv: str
+    link: str
+    folder: str
+
+
+@dataclass(frozen=True)
 class KeeperConfig:
     """Start arguments of a keeper; picklable.
 
@@ -38,6 +55,7 @@ class KeeperConfig:
         regions: regions to allocate on each of the GPUs.
         environment: variables to set in the keeper's process before anything else.
         part: of the weights, which ranks on these GPUs read.
+        staged: how it sends KV; None if each GPU reads the memory of the others.
     """
 
     server_args: Any
@@ -46,6 +64,7 @@ class KeeperConfig:
     regions: tuple[RegionSpec, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     part: Part = WHOLE
+    staged: StagedSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.gpu_ids or (self.server_args.device != "cpu" and len(self.gpu_ids) > 1):

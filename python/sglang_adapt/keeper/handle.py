@@ -11,6 +11,7 @@ from sglang_adapt.core.process import exit_text
 from sglang_adapt.keeper.config import KeeperConfig
 from sglang_adapt.keeper.messages import Failed, Progress, Ready, decode
 from sglang_adapt.keeper.process import keeper_main
+from sglang_adapt.kv.staged_handle import StagedHandle
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.weights import WeightsHandle
 
@@ -55,6 +56,13 @@ class KeeperHandle:
                 f"{', '.join(regions) or 'none'} on GPUs {', '.join(map(str, self.config.gpu_ids))}"
             )
         return regions[name][gpu_id]
+
+    def staged(self, gpu_id: int) -> StagedHandle:
+        """Where the KV of one of its GPUs is asked for. Raises KeeperError if it is not ready, or sends none."""
+        staged = self._require_ready().staged
+        if gpu_id not in staged:
+            raise KeeperError(f"{self.config.name} does not send KV of GPU {gpu_id}")
+        return staged[gpu_id]
 
     def receive(self) -> Progress | Ready:
         """Take one message from the keeper, waiting for it if there is none yet.

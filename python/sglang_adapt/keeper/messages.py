@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_adapt.kv.staged_handle import StagedHandle
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.weights import WeightsHandle
 
@@ -30,12 +31,14 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     Attributes:
         weights: the filled store; None for a keeper without weights.
         regions: handles by name and GPU id.
+        staged: by GPU id, where its KV is asked for; empty if it is read.
         seconds: from the start of the process until now.
     """
 
     weights: WeightsHandle | None
     regions: dict[str, dict[int, RegionHandle]]
     seconds: float
+    staged: dict[int, StagedHandle] = {}
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -12,8 +12,9 @@ import setproctitle
 import torch
 
 from sglang_adapt.core.process import die_with_parent, ignore_stop_signals
-from sglang_adapt.keeper.config import KeeperConfig, RegionSpec
+from sglang_adapt.keeper.config import KeeperConfig, RegionSpec, StagedSpec
 from sglang_adapt.keeper.messages import Failed, KeeperMessage, Progress, Ready, encode
+from sglang_adapt.kv.staged_server import StagedServer
 from sglang_adapt.memory import Region, RegionHandle, SharedMemoryError, allocate
 from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.weights import WeightStore
@@ -37,13 +38,16 @@ def keeper_main(config: KeeperConfig, pipe: Connection) -> None:
     try:
         regions = _allocate(config)
         store = None if config.finest_tp is None else _load(config, config.finest_tp, pipe)
+        senders = {} if config.staged is None else _senders(config, config.staged, regions)
     except Exception as error:
         _tell(pipe, Failed(f"{type(error).__name__}: {error}"))
         raise
     handles: dict[str, dict[int, RegionHandle]] = {
         name: {gpu: region.handle for gpu, region in by_gpu.items()} for name, by_gpu in regions.items()
     }
-    _tell(pipe, Ready(None if store is None else store.handle, handles, time.monotonic() - started))
+    weights = None if store is None else store.handle
+    staged = {gpu: sender.handle for gpu, sender in senders.items()}
+    _tell(pipe, Ready(weights, handles, time.monotonic() - started, staged))
     _wait_for_the_end(pipe)
 
 
@@ -57,6 +61,23 @@ def _region(config: KeeperConfig, spec: RegionSpec, gpu: int) -> Region:
     except SharedMemoryError as error:
         way_out = f"; give a smaller {spec.sized_by}" if spec.sized_by else ""
         raise SharedMemoryError(f"the region {spec.name!r}: {error}{way_out}") from error
+
+
+def _senders(config: KeeperConfig, spec: StagedSpec, regions: dict[str, dict[int, Region]]) -> dict[int, StagedServer]:
+    """What sends the KV of each GPU."""
+    if config.server_args.device == "cpu":
+        # The cores are the engines'.
+        torch.set_num_threads(1)
+    return {
+        gpu: StagedServer(
+            f"GPU {gpu}",
+            spec.geometry,
+            regions[spec.kv][gpu],
+            regions[spec.link][gpu],
+            f"{spec.folder}/kv{gpu}.{os.getpid()}",
+        )
+        for gpu in config.gpu_ids
+    }
 
 
 def _device(config: KeeperConfig, gpu: int) -> torch.device:

@@ -22,7 +22,7 @@ from sglang_adapt.kv.checksums import compare, dest_checksums, source_checksums
 from sglang_adapt.kv.copiers import UnitCopier
 from sglang_adapt.kv.copy import CopyError, check_plan
 from sglang_adapt.kv.geometry import PoolGeometry
-from sglang_adapt.kv.lanes import Lane, Mark
+from sglang_adapt.kv.lanes import NOW, Lane, Mark
 from sglang_adapt.kv.plan import SourcePlan
 from sglang_adapt.kv.staging import cut_chunks, fit, from_buffer, to_buffer, unit_shape, upload
 from sglang_adapt.kv.transfer import push
@@ -95,6 +95,15 @@ class StagedSender:
         gathering.after_current()
         with gathering.use():
             tables = upload(self.copier, [to_buffer(chunk) for chunk in chunks], self.region.device)
+        try:
+            self._send(chunks, tables, gathering, linking)
+        finally:
+            # The buffers are the next copy's then.
+            linking.mark().wait()
+
+    def _send(
+        self, chunks: Sequence[SourcePlan], tables: Sequence[torch.Tensor], gathering: Lane, linking: Lane
+    ) -> None:
         on_link: list[Mark] = []
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
@@ -152,8 +161,9 @@ class StagedReceiver:
     channel: Channel
     timeout_s: float
 
-    def run(self, plan: SourcePlan) -> None:
-        """Receive all of the plan that the sender runs. Blocks the calling thread.
+    def run(self, plan: SourcePlan, after: Mark = NOW) -> None:
+        """Receive all of the plan that the sender runs; nothing is written to the region before `after`, and nothing
+        after this has returned or raised. Blocks the calling thread.
 
         Raises:
             CopyError: as the sender's.
@@ -163,29 +173,37 @@ class StagedReceiver:
         chunks = cut_chunks(self.geometry, plan, self.link[0].nbytes)
         with lane.use():
             tables = upload(self.copier, [from_buffer(chunk) for chunk in chunks], self.region.device)
-        for index, chunk in enumerate(chunks):
-            message = _receive(self.channel, self.timeout_s, f"GPU {self.gpu} waits for chunk {index} to be filled")
-            if not isinstance(message, Filled) or message.chunk != index:
-                raise CopyError(f"GPU {self.gpu} waits for chunk {index} to be filled and got {message}")
-            buffer = fit(self.geometry, chunk, self.link[index % BUFFERS])
-            with lane.use():
-                if self.buffers is not None:
-                    own = fit(self.geometry, chunk, self.buffers[index % BUFFERS])
-                    push(own, buffer)
-                    buffer = own
-                self.copier.copy(buffer, [self.region], tables[index], unit_shape(self.geometry, chunk))
+        lane.after(after)
+        try:
+            for index, chunk in enumerate(chunks):
+                self._take(index, chunk, tables[index], lane)
+        finally:
             lane.mark().wait()
-            if message.checksums is not None:
-                compare(
-                    self.geometry,
-                    chunk,
-                    torch.tensor(message.checksums),
-                    dest_checksums(self.geometry, self.region, chunk),
-                )
-            try:
-                self.channel.send(Drained(index))
-            except OSError as error:
-                raise CopyError(f"the sender to GPU {self.gpu} is gone at chunk {index}") from error
+
+    def _take(self, index: int, chunk: SourcePlan, table: torch.Tensor, lane: Lane) -> None:
+        """Bring one chunk from its link buffer into the region."""
+        message = _receive(self.channel, self.timeout_s, f"GPU {self.gpu} waits for chunk {index} to be filled")
+        if not isinstance(message, Filled) or message.chunk != index:
+            raise CopyError(f"GPU {self.gpu} waits for chunk {index} to be filled and got {message}")
+        buffer = fit(self.geometry, chunk, self.link[index % BUFFERS])
+        with lane.use():
+            if self.buffers is not None:
+                own = fit(self.geometry, chunk, self.buffers[index % BUFFERS])
+                push(own, buffer)
+                buffer = own
+            self.copier.copy(buffer, [self.region], table, unit_shape(self.geometry, chunk))
+        lane.mark().wait()
+        if message.checksums is not None:
+            compare(
+                self.geometry,
+                chunk,
+                torch.tensor(message.checksums),
+                dest_checksums(self.geometry, self.region, chunk),
+            )
+        try:
+            self.channel.send(Drained(index))
+        except OSError as error:
+            raise CopyError(f"the sender to GPU {self.gpu} is gone at chunk {index}") from error
 
 
 def _receive(channel: Channel, timeout_s: float, what: str) -> Any:

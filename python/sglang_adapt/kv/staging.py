@@ -13,6 +13,27 @@ from sglang_adapt.kv.copy import CopyError, records_of
 from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.plan import SourcePlan
 
+BUFFER_BYTES = 32 << 20
+"""Of a staging buffer: 1.3 ms on a PCIe link of 25 GB/s, so that what a chunk costs beside its bytes is a few percent,
+and the last chunk, which nothing overlaps, still short."""
+VIRTUAL_BUFFER_BYTES = 128 << 10
+"""On virtual GPUs: a few blocks of a small model, so that a copy has chunks there, too."""
+
+
+def buffer_bytes(planes: int, block_bytes: int, *, virtual: bool) -> int:
+    """Bytes of a staging buffer: at least those of a block in all planes, which hold any unit.
+
+    Args:
+        planes, block_bytes: as in `PoolGeometry`.
+        virtual: the GPUs are.
+    """
+    return max(VIRTUAL_BUFFER_BYTES if virtual else BUFFER_BYTES, planes * block_bytes)
+
+
+def halves(memory: torch.Tensor) -> list[torch.Tensor]:
+    """The two buffers that lie one behind the other in a uint8 tensor of an even size."""
+    return list(memory.view(-1).tensor_split(2))
+
 
 def cut_chunks(geometry: PoolGeometry, plan: SourcePlan, buffer_bytes: int) -> list[SourcePlan]:
     """Cut a plan with one destination GPU into chunks of whole units that fit a buffer with all planes.

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import Role
+from sglang_adapt.policy.copy_rates import COPY_BYTES_PER_S
 
 
 class Strategy(StrEnum):
@@ -98,12 +100,25 @@ class Costs:
     """Rates by which strategies are compared, in tokens a second.
 
     Attributes:
-        copy: KV copied between GPUs; measured 366 GB/s on H100s, so 2.8 million tokens of an 8B model.
+        copy: KV copied between GPUs: the bandwidth of a way by the bytes of a token of an 8B model (128 KiB).
         prefill: tokens computed; of the order of 20,000 for an 8B model on one H100.
     """
 
-    copy: float = 2.8e6
+    copy: float
     prefill: float = 2.0e4
+
+
+_TOKEN_BYTES = 128 * 1024
+"""Of an 8B model's KV."""
+
+
+def costs_by(path: CopyPath) -> Costs:
+    """With the bandwidth of a way of copies."""
+    return Costs(copy=COPY_BYTES_PER_S[path] / _TOKEN_BYTES)
+
+
+PEER_COSTS = costs_by(CopyPath.PEER)
+"""Where each GPU reads the memory of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +135,7 @@ HEADROOM_BLOCKS = 1
 
 
 def carry(
-    movers: Sequence[Mover], rooms: Sequence[Room], strategy: Strategy, costs: Costs = Costs()
+    movers: Sequence[Mover], rooms: Sequence[Room], strategy: Strategy, costs: Costs = PEER_COSTS
 ) -> tuple[Carriage, ...]:
     """Decide for every request that has to move, in the order given.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import Layout
+from sglang_adapt.policy.copy_rates import COPY_BYTES_PER_S
 
 _LEARN = 0.3
 _MOST_WORSE = 4.0
@@ -60,7 +62,13 @@ class Price:
 
 GPU_PRICE = Price(fixed_ms=15.0, bytes_per_s=1.6e12)
 """Until it is learned. Measured on 2 H200: 13 to 23 ms with 16 or 64 requests and 1 to 13 GB of KV, most of which is
-copied before the pause (`bench_switch_migrate_2xH200.json`)."""
+copied before the pause, by peer access (`bench_switch_migrate_2xH200.json`)."""
+
+
+def first_gpu_price(path: CopyPath) -> Price:
+    """GPU_PRICE, and where KV goes another way than it was measured by, as much slower as that is."""
+    slower = COPY_BYTES_PER_S[CopyPath.PEER] / COPY_BYTES_PER_S[path]
+    return replace(GPU_PRICE, bytes_per_s=GPU_PRICE.bytes_per_s / slower)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_adapt.core.handover import Arrived, HandoverNotice, PartRead, PartsStay, Prefilled
+from sglang_adapt.core.handover import Arrived, HandoverNotice, NotArrived, PartRead, PartsStay, Prefilled
 from sglang_adapt.core.layout import EngineSpec, Role
 from sglang_adapt.keeper import KeeperError
 from sglang_adapt.policy.roles import Rooms
@@ -129,6 +129,8 @@ class Handovers:
                 self._ahead.forget([going for going in self._ahead if going.source == spec and going.rid in rids])
             case Arrived() as arrived:
                 self._moves.landed(spec, arrived)
+            case NotArrived() as lost:
+                self._moves.lost(spec, lost)
 
     def ended(self, engine: Engine) -> None:
         """A request of an engine has ended: there may be room for one that waits."""

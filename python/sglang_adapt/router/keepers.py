@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext, SpawnContext
 
 from sglang_adapt.keeper import KeeperConfig, KeeperError, KeeperHandle, Progress, start_keeper
+from sglang_adapt.kv.staged_handle import StagedHandle
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.router.restarts import RestartLimit, Restarts
 from sglang_adapt.weights import WeightsHandle
@@ -92,6 +93,17 @@ class Keepers:
             if gpu in keeper.config.gpu_ids:
                 return keeper.region(name, gpu)
         raise KeeperError(f"GPU {gpu} has no keeper, so it has no region {name!r}")
+
+    def staged(self, gpu: int) -> StagedHandle:
+        """Where the KV of a GPU is asked for.
+
+        Raises:
+            KeeperError: the GPU's keeper is not ready, or there is none, or it sends nothing.
+        """
+        for keeper in self._keepers.values():
+            if gpu in keeper.config.gpu_ids:
+                return keeper.staged(gpu)
+        raise KeeperError(f"GPU {gpu} has no keeper, so nobody sends its KV")
 
     def stop(self) -> None:
         """End all keepers; the engines must have ended."""

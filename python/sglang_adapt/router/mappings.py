@@ -1,4 +1,5 @@
-"""Which engines can read the KV of all GPUs: each maps their regions once, and anew when it or a keeper has died."""
+"""Which engines can get at the KV of all GPUs: each maps their regions, or is told who sends it, once, and anew when it
+or a keeper has died."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import msgspec
 
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.keeper import KeeperError
-from sglang_adapt.memory import RegionHandle
+from sglang_adapt.kv.staged_handle import KvHandle
 from sglang_adapt.router.pools import Pools
 
 
@@ -17,13 +18,13 @@ class Mappings:
 
     Args:
         pools: the way to the engines' ranks.
-        regions: the KV regions of all GPUs now; raises KeeperError while a keeper is being started again.
+        regions: how the KV of each GPU is reached now; raises KeeperError while a keeper is being started again.
     """
 
-    def __init__(self, pools: Pools, regions: Callable[[], dict[int, RegionHandle]]) -> None:
+    def __init__(self, pools: Pools, regions: Callable[[], dict[int, KvHandle]]) -> None:
         self._pools = pools
         self._regions = regions
-        self._mapped: dict[EngineSpec, tuple[int, dict[int, RegionHandle]]] = {}
+        self._mapped: dict[EngineSpec, tuple[int, dict[int, KvHandle]]] = {}
 
     def has(self, spec: EngineSpec) -> bool:
         """Has an engine mapped all that there is now?"""
@@ -47,5 +48,5 @@ class Mappings:
         await self._pools.ask(spec, "kv_map", {"regions": regions})
         self._mapped[spec] = wanted
 
-    def _wanted(self, spec: EngineSpec) -> tuple[int, dict[int, RegionHandle]]:
+    def _wanted(self, spec: EngineSpec) -> tuple[int, dict[int, KvHandle]]:
         return self._pools.deaths(spec), self._regions()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import EngineSpec, nesting, shard_on
-from sglang_adapt.keeper import KeeperConfig, RegionSpec
+from sglang_adapt.keeper import KeeperConfig, RegionSpec, StagedSpec
+from sglang_adapt.kv.geometry import PoolGeometry
 from sglang_adapt.kv.ledger_format import ledger_bytes
+from sglang_adapt.kv.staged import BUFFERS
+from sglang_adapt.kv.staged_handle import KvHandle
+from sglang_adapt.kv.staging import buffer_bytes
 from sglang_adapt.memory import RegionHandle
 from sglang_adapt.router.args import RouterArgs
 from sglang_adapt.router.keepers import Keepers
@@ -13,6 +18,7 @@ from sglang_adapt.weights import Part, WeightsHandle
 
 _KV_REGION = "kv"
 _LEDGER_REGION = "ledger"
+_LINK_REGION = "kv_link"
 
 
 def keeper_configs(args: RouterArgs) -> list[KeeperConfig]:
@@ -34,6 +40,7 @@ def keeper_configs(args: RouterArgs) -> list[KeeperConfig]:
             _regions(args),
             environment=args.environment,
             part=Part(shard_on(group[0], parts), parts),
+            staged=_staged(args),
         )
         for group in groups
     ]
@@ -47,7 +54,22 @@ def _regions(args: RouterArgs) -> tuple[RegionSpec, ...]:
     return (
         RegionSpec(_KV_REGION, geometry.region_bytes, sized_by="--max-total-tokens"),
         RegionSpec(_LEDGER_REGION, ledger_bytes(geometry), on_host=True),
+        *_link(args, geometry),
     )
+
+
+def _link(args: RouterArgs, geometry: PoolGeometry) -> tuple[RegionSpec, ...]:
+    """The buffers by which KV leaves a GPU that the others do not reach."""
+    if args.config.kv_copy is not CopyPath.STAGED:
+        return ()
+    size = buffer_bytes(geometry.planes, geometry.block_bytes, virtual=args.config.virtual)
+    return (RegionSpec(_LINK_REGION, BUFFERS * size, on_host=True),)
+
+
+def _staged(args: RouterArgs) -> StagedSpec | None:
+    if args.pool is None or args.config.kv_copy is not CopyPath.STAGED:
+        return None
+    return StagedSpec(args.pool.geometry, _KV_REGION, _LINK_REGION, args.config.run_dir)
 
 
 class KeptMemory:
@@ -66,9 +88,11 @@ class KeptMemory:
         """As `Keepers.weights`."""
         return self._keepers.weights(self._args.device(gpu))
 
-    def kv_regions(self) -> dict[int, RegionHandle]:
-        """The KV region of each GPU. Raises KeeperError if a keeper is not ready."""
-        return self._on_all(_KV_REGION)
+    def kv_handles(self) -> dict[int, KvHandle]:
+        """How the KV of each GPU is reached. Raises KeeperError if a keeper is not ready."""
+        if self._args.config.kv_copy is CopyPath.STAGED:
+            return {gpu: self._keepers.staged(self._args.device(gpu)) for gpu in range(self._args.config.gpus)}
+        return {**self._on_all(_KV_REGION)}
 
     def ledger_regions(self) -> dict[int, RegionHandle]:
         """The region of each GPU's ledger. Raises KeeperError if a keeper is not ready."""

@@ -18,9 +18,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_adapt.core.ablation import NOTHING_OFF, Ablation
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import EngineSpec, Layout
-from sglang_adapt.memory import RegionHandle
-from sglang_adapt.policy.carry import Costs, NoRoomError, Strategy
+from sglang_adapt.kv.staged_handle import KvHandle
+from sglang_adapt.policy.carry import NoRoomError, Strategy, costs_by
 from sglang_adapt.policy.situation import Trigger
 from sglang_adapt.router.calls import EngineCallError
 from sglang_adapt.router.engine import Engine, EngineState
@@ -33,15 +34,13 @@ from sglang_adapt.router.lives import Lives
 from sglang_adapt.router.mappings import Mappings
 from sglang_adapt.router.placing import Placing
 from sglang_adapt.router.pools import Pools
-from sglang_adapt.router.precopy import Precopy
+from sglang_adapt.router.precopy import Precopy, leave_tokens
 from sglang_adapt.router.preparing import Preparing
 from sglang_adapt.router.router import Router
 from sglang_adapt.router.switch import Arrival, Export, Outcome, Switch, SwitchRefusedError
 from sglang_adapt.router.tasks import Tasks
 
 logger = logging.getLogger(__name__)
-
-MEASURED_COSTS = Costs()
 
 
 class Modes:
@@ -51,9 +50,9 @@ class Modes:
         router: where requests are.
         pools: whose blocks are whose, and the way to the engines' ranks.
         specs: all candidates by name.
-        regions: the KV regions of all GPUs now.
+        regions: how the KV of each GPU is reached now.
         drain_timeout_s: how long requests that cannot be moved may take to end.
-        costs: by which strategies are compared.
+        kv_copy: the way of KV from GPU to GPU, by which strategies are compared, and time for copies is reckoned.
         ended: called with each switch that was asked for, and what came of it.
         ablation: what is switched off of a switch for a measurement.
 
@@ -67,13 +66,14 @@ class Modes:
         router: Router,
         pools: Pools,
         specs: Mapping[str, EngineSpec],
-        regions: Callable[[], dict[int, RegionHandle]],
+        regions: Callable[[], dict[int, KvHandle]],
         drain_timeout_s: float,
-        costs: Costs = MEASURED_COSTS,
+        kv_copy: CopyPath = CopyPath.PEER,
         ended: Callable[[Switch, Outcome], None] = lambda switch, outcome: None,
         ablation: Ablation = NOTHING_OFF,
     ) -> None:
         self._ablation = ablation
+        self._kv_copy = kv_copy
         self._router = router
         self._pools = pools
         self._ended = ended
@@ -81,7 +81,7 @@ class Modes:
         mappings = Mappings(pools, regions)
         self._preparing = Preparing(router, pools, mappings, drain_timeout_s)
         self._leaving = Leaving(router, pools, self._up)
-        self._placing = Placing(router, pools, specs, self._leaving.holds, costs)
+        self._placing = Placing(router, pools, specs, self._leaving.holds, costs_by(kv_copy))
         self._current: Switch | None = None
         self.kept = Kept(router, pools, specs, lambda: self._current is None or not self._current.epoch, self._forget)
         self._entering = Entering(router, pools, self._up, self.kept, self._leaving)
@@ -176,7 +176,7 @@ class Modes:
             await self._preparing.run(switch)
             await self.kept.settled()
         switch.epoch = self._pools.begin_epoch()
-        precopy = Precopy(self._pools, self._up)
+        precopy = Precopy(self._pools, self._up, leave_tokens(self._kv_copy))
         exports: list[Export] = []
         try:
             if switch.strategy in (Strategy.AUTO, Strategy.MIGRATE) and not self._ablation.stop_copy:

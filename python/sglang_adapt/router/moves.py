@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 
 from sglang_adapt.core.handoff import CarriedRequest, KvSource
-from sglang_adapt.core.handover import Arrived, TakeOverCall
+from sglang_adapt.core.handover import Arrived, NotArrived, TakeOverCall
 from sglang_adapt.core.layout import EngineSpec
 from sglang_adapt.kv.leases import CopyTicket
 from sglang_adapt.kv.ledger_format import LedgerError
@@ -66,6 +66,7 @@ class Move:
         arrived: set when all have, or the taker has died.
         ahead: what went ahead of each.
         ticket: of what is read.
+        lost: what the taker has said of those whose KV has not come.
         answered_s: when the taker had answered, by `time.monotonic`.
     """
 
@@ -77,6 +78,7 @@ class Move:
     arrived: asyncio.Future[None]
     ahead: list[Going | None]
     ticket: CopyTicket
+    lost: list[NotArrived] = field(default_factory=list)
     answered_s: float = 0.0
 
     @property
@@ -146,13 +148,25 @@ class Moves:
 
     def landed(self, taker: EngineSpec, arrived: Arrived) -> None:
         """An engine has all KV of requests that it has taken over."""
-        rids = set(arrived.rids)
-        for move in [move for move in self._moves if move.taker == taker]:
-            if move.due & rids:
-                self._note(move, arrived)
-            move.due -= rids
-            if not move.due and not move.arrived.done():
-                move.arrived.set_result(None)
+        for move in self._to(taker, arrived.rids):
+            self._note(move, arrived)
+            self._settled(move, arrived.rids)
+
+    def lost(self, taker: EngineSpec, lost: NotArrived) -> None:
+        """The KV of requests that an engine has taken over has not come: they are not there any more."""
+        for move in self._to(taker, lost.rids):
+            move.lost.append(lost)
+            self._settled(move, lost.rids)
+
+    def _to(self, taker: EngineSpec, rids: Iterable[str]) -> list[Move]:
+        """Moves to an engine by which any of these requests is due."""
+        return [move for move in self._moves if move.taker == taker and not move.due.isdisjoint(rids)]
+
+    def _settled(self, move: Move, rids: Iterable[str]) -> None:
+        """Nothing is copied any more for these."""
+        move.due.difference_update(rids)
+        if not move.due and not move.arrived.done():
+            move.arrived.set_result(None)
 
     def engine_lost(self, spec: EngineSpec) -> None:
         """An engine has died: what was to arrive there does not."""
@@ -223,7 +237,17 @@ class Moves:
             await self._end_with_taker(move)
         else:
             self._end_copy(move)
+            for lost in move.lost:
+                self._leave_taker(move, lost)
         await self._let_go(move)
+
+    def _leave_taker(self, move: Move, lost: NotArrived) -> None:
+        """Requests whose KV has not come at the engine that has them go on from their tokens, or end."""
+        taker = self._router.engines[move.taker.name]
+        there = [rid for rid in lost.rids if rid in taker.in_flight]
+        self._told.add("recomputed", len(there))
+        self._router.strand(taker, there, f"their KV has not come from {move.source}: {lost.why}")
+        self._router.abort(rid for rid in lost.aborted if rid in there)
 
     def _note(self, move: Move, arrived: Arrived) -> None:
         """How long it took; a move whose answer was not read yet has come first."""

@@ -9,7 +9,7 @@ from sglang_adapt.kv.sizing import PoolSettings
 from sglang_adapt.policy.demand import Terms
 from sglang_adapt.policy.efficiency import Speed
 from sglang_adapt.policy.limits import Bounds
-from sglang_adapt.policy.price import GPU_PRICE, Price
+from sglang_adapt.policy.price import Price, first_gpu_price
 from sglang_adapt.policy.profile import Corrected, shared_corrections
 from sglang_adapt.policy.situation import Plan
 from sglang_adapt.policy.tiers import TierSettings
@@ -70,7 +70,7 @@ def make_planning(
         terms=terms,
         speeds=speeds,
         token_bytes=2 * geometry.layers * geometry.kv_heads * geometry.head_dim * geometry.itemsize,
-        price=_FIRST_VIRTUAL_PRICE if config.virtual else GPU_PRICE,
+        price=_FIRST_VIRTUAL_PRICE if config.virtual else first_gpu_price(config.kv_copy),
         gives_roles=config.gives_roles,
         planned=planned,
         assign=lambda tiers_of: None if admission is None else admission.assign(tiers_of),

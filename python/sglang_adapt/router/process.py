@@ -220,12 +220,15 @@ class _Process:
             self._router,
             self.pools,
             self._specs,
-            self._memory.kv_regions,
+            self._memory.kv_handles,
             self._config.switch_drain_timeout_s,
+            self._config.kv_copy,
             ended=self._switch_ended(),
             ablation=self._config.ablation,
         )
-        self._readback = Readback(self._router, self.pools, self.modes, self._specs, self._config.sp_tokens)
+        self._readback = Readback(
+            self._router, self.pools, self.modes, self._specs, self._config.sp_tokens, self._config.kv_copy
+        )
         self.manager = manager = self._make_manager(self.modes)
         told = self.modes.handovers.told
         told.took = manager.handed_over

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.layout import EngineSpec, Layout
 from sglang_adapt.router.calls import EngineCallError
 from sglang_adapt.router.engine import EngineState
@@ -27,6 +28,7 @@ class Readback:
         modes: the layout that serves, and its changes.
         specs: all candidates by name.
         sequences: TP sizes whose engines may run batches sequence-parallel.
+        kv_copy: the way of copies between GPUs.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Readback:
         modes: Modes,
         specs: Mapping[str, EngineSpec],
         sequences: Collection[int] = (),
+        kv_copy: CopyPath = CopyPath.PEER,
     ) -> None:
         self._router = router
         self._pools = pools
         self._modes = modes
         self._specs = specs
         self._sequences = sequences
+        self._kv_copy = kv_copy
 
     async def read(self) -> dict[str, Any]:
         """Ask all engines at once, again if the layout has become another one meanwhile: all is told of one moment.
@@ -51,10 +55,10 @@ class Readback:
         Returns:
             `active`: the layout that the router has; `serving`: the engines that get requests and whose ranks, asked
             now, all have the same blocks to serve with; `switching_from`, `switching_to`: of the switch that is under
-            way, of which `active` is one, or None; `epoch`; `kept`: by engine, the requests that
-            it keeps; `roles`: what each engine of the layout does now; `handovers`: see `Handovers.said`; `engines`:
-            state, requests in flight, and what the ranks say of lease and cache, or the error; with
-            sequence parallelism also `sequence`: from how many tokens on, and how many batches ran each way.
+            way, of which `active` is one, or None; `epoch`; `kv_copy`: the way of copies between GPUs; `kept`: by
+            engine, the requests that it keeps; `roles`: what each engine of the layout does now; `handovers`: see
+            `Handovers.said`; `engines`: state, requests in flight, and what the ranks say of lease and cache, or the
+            error; with sequence parallelism also `sequence`: from how many tokens on, and how many batches ran each way.
         """
         for _ in range(TRIES):
             before = self._state()
@@ -69,6 +73,7 @@ class Readback:
             "switching_from": None if switch is None else str(switch.before),
             "switching_to": None if switch is None else str(switch.after),
             "epoch": self._pools.epoch,
+            "kv_copy": self._kv_copy.value,
             "roles": {name: role.value for name, role in self._router.roles.items()},
             "handovers": self._modes.handovers.said(),
             "kept": {str(spec): len(export.requests) for spec, export in self._modes.kept.exports.items()},

@@ -277,7 +277,7 @@ class Router:
     def activate(self, layout: Layout) -> None:
         """Dispatch to the engines of a layout from now on: first the aborts and the requests that have waited."""
         self._serving.activate(layout)
-        self._carry_out(self.places.take_aborts())
+        self.abort(self.places.take_aborts())
         for rid, tokens, data in self.waiting.take_after_switch():
             self._enter(rid, tokens, data, accepted=True)
         self.let_go()
@@ -303,10 +303,11 @@ class Router:
 
     def carry_out_aborts(self, there: Iterable[str]) -> None:
         """Aborts of requests that were on the move, which go where the requests are now."""
-        self._carry_out(self.places.take_aborts(there))
+        self.abort(self.places.take_aborts(there))
 
-    def _carry_out(self, aborts: Iterable[str]) -> None:
-        for rid in aborts:
+    def abort(self, rids: Iterable[str]) -> None:
+        """End requests whose clients have gone, wherever they are."""
+        for rid in rids:
             self._on_abort(wire.encode_abort(rid))
 
     def keep(self, engine: Engine, rids: Iterable[str]) -> None:

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang_adapt.core.ablation import NOTHING_OFF, Ablation, AblationError, check_tier_engines, engines_text
+from sglang_adapt.core.copy_path import CopyPath
 from sglang_adapt.core.digits import number, whole
 from sglang_adapt.core.files import replace_file
 from sglang_adapt.core.layout import Layout, LayoutError, parse_layout
 from sglang_adapt.core.slo_file import SloFileError
 from sglang_adapt.front.flags import ablation_of, add_ablation_flags, add_roles_flag, sp_threshold
-from sglang_adapt.policy.price import GPU_PRICE
+from sglang_adapt.policy.price import GPU_PRICE, first_gpu_price
 from sglang_adapt.simulate.check import CheckError, check
 from sglang_adapt.simulate.flags import AUTO, FlagError, layout_of, setting_of
 from sglang_adapt.simulate.hardware import HardwareError
@@ -149,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         "--price",
         metavar="MS:BYTES_PER_S",
         help="of a switch: fixed, and of the KV it copies "
-        f"(default: {GPU_PRICE.fixed_ms:g}:{GPU_PRICE.bytes_per_s:g}; a copy a page: 3.2e9; a stop and start: 57000)",
+        f"(default: {GPU_PRICE.fixed_ms:g}:{GPU_PRICE.bytes_per_s:g}; staged, without peer access: "
+        f"{first_gpu_price(CopyPath.STAGED).bytes_per_s:.2g}; a copy a page: 3.2e9; a stop and start: 57000)",
     )
     system.add_argument(
         "--reload",

@@ -22,6 +22,15 @@ _LOOK_S = 0.0005
 _until_s = 0.0
 
 
+_reasons: list[Callable[[], bool]] = []
+
+
+def awake_while(reason: Callable[[], bool]) -> Callable[[], bool]:
+    """An engine has another turn at once while this holds, also on a CPU, instead of sleeping until a message comes."""
+    _reasons.append(reason)
+    return reason
+
+
 def stay_awake(scheduler: Any) -> None:
     """Look for messages without sleeping for a while. Not on a CPU, where engines share the cores that compute."""
     global _until_s
@@ -40,6 +49,8 @@ class StaysAwake(Patch):
 
     @staticmethod
     def hook(original: Callable[..., None], self: Any) -> None:
+        if any(reason() for reason in _reasons):
+            return
         now_s = monotonic()
         if self.idle_sleeper is None or now_s >= _until_s:
             original(self)

@@ -11,7 +11,20 @@ Result = TypeVar("Result")
 
 
 class UnderWay(Protocol):
-    """What has begun on a rank, `kv.lanes.Marks`."""
+    """What has begun on a rank, `engine.copying.Pulled`."""
+
+    @property
+    def by_host(self) -> bool:
+        """Some of it, on this rank or another one, is the work of processes: it may fail, and what relies on it has to
+        see first that it has ended and has not. The same on all ranks."""
+
+    @property
+    def ended(self) -> bool:
+        """Has the work of processes ended?"""
+
+    @property
+    def fault(self) -> str | None:
+        """Why that has failed; None if it has not."""
 
     def wait(self) -> None:
         """Until it has ended."""
@@ -36,11 +49,18 @@ def on_all_ranks(scheduler: Any, what: str, function: Callable[[], Result]) -> R
         result = function()
     except Exception as error:  # noqa: BLE001 -- it is raised below, once the other ranks know
         failure = error
-    if not _all_succeeded(scheduler, failure is None) and failure is None:
+    if not true_on_all_ranks(scheduler, failure is None) and failure is None:
         raise OtherRankFailedError(f"another rank of this engine failed to {what}; see its answer")
     if failure is not None:
         raise failure
     return result
+
+
+def true_on_all_ranks(scheduler: Any, mine: bool) -> bool:
+    """Is it true on every rank of the engine? Asked on all of them at once."""
+    if scheduler.ps.tp_size == 1:
+        return mine
+    return link_of(scheduler.tp_group).all_true(mine)
 
 
 def start_on_all_ranks(scheduler: Any, what: str, start: Callable[[], UnderWay]) -> UnderWay:
@@ -58,9 +78,3 @@ def start_on_all_ranks(scheduler: Any, what: str, start: Callable[[], UnderWay])
             one.wait()
         raise
     return started[0]
-
-
-def _all_succeeded(scheduler: Any, success: bool) -> bool:
-    if scheduler.ps.tp_size == 1:
-        return success
-    return link_of(scheduler.tp_group).all_true(success)

@@ -7,6 +7,10 @@ ahead, at once. Nobody waits for it but the batch that the requests are in, on t
 meanwhile. An idle engine lets them in at once, and so does a busy one if little is to be copied; else it lets them in
 before the batch after the next, so that what runs need not wait. The batch after that the copy has ended, and it is
 told.
+
+A copy that is the work of other processes (`UnderWay.by_host`) may fail, and no stream waits for it. Its requests get
+in when it has ended on all ranks; an engine with nothing else to do waits for that. If it has failed on one, they are
+lost to this engine, which says so; their pages are free.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from sglang_adapt.core.handoff import CarriedRequest
 from sglang_adapt.core.handover import AheadCall
 from sglang_adapt.core.laps import Laps
 from sglang_adapt.kv.lanes import NOW, Mark
+from sglang_adapt.upstream.awake import awake_while
 from sglang_adapt.upstream.handoff import early
 from sglang_adapt.upstream.handoff.adopt import AdoptError, Arrival, check_fits, seat
-from sglang_adapt.upstream.handoff.agree import UnderWay, on_all_ranks, start_on_all_ranks
+from sglang_adapt.upstream.handoff.agree import UnderWay, on_all_ranks, start_on_all_ranks, true_on_all_ranks
 from sglang_adapt.upstream.handoff.batch import join_running
 from sglang_adapt.upstream.handoff.grammar import rebuild_grammar
 from sglang_adapt.upstream.handoff.iteration import before_each_batch
@@ -43,6 +48,11 @@ Landed = Callable[[list[str], float, dict[str, float]], None]
 """`landed(rids, ran_s, steps_ms)`: the KV of requests is there; since when they run, and what that took."""
 
 
+Lost = Callable[[list[str], list[str], str | None], None]
+"""`lost(rids, aborted, why)`: on all ranks, the KV of requests has not come, and they are not here any more; which of
+them their clients have given up meanwhile; why, on the ranks that know."""
+
+
 @dataclass
 class _Coming:
     """Requests whose KV is being copied.
@@ -50,6 +60,7 @@ class _Coming:
     Attributes:
         copies: of their KV.
         landed: called when they run and their KV is there.
+        lost: called when it has not come.
         due: they get in before the next batch.
         laps: since they were taken over.
         ran_s: when they got in, by `time.monotonic`.
@@ -58,6 +69,7 @@ class _Coming:
     arrivals: list[Arrival]
     copies: list[UnderWay]
     landed: Landed
+    lost: Lost
     due: bool
     laps: Laps
     ran_s: float = 0.0
@@ -66,11 +78,41 @@ class _Coming:
     def reqs(self) -> list[Any]:
         return [arrival.req for arrival in self.arrivals]
 
+    @property
+    def rids(self) -> list[str]:
+        return [arrival.req.rid for arrival in self.arrivals]
+
+    @property
+    def by_host(self) -> bool:
+        """As of its copies."""
+        return any(copy.by_host for copy in self.copies)
+
+    @property
+    def ended(self) -> bool:
+        """Has the work of processes ended?"""
+        return all(copy.ended for copy in self.copies)
+
+    @property
+    def fault(self) -> str | None:
+        """Why it has failed here."""
+        return next((copy.fault for copy in self.copies if copy.fault is not None), None)
+
+    def wait(self) -> None:
+        """Until nothing is being copied."""
+        for copy in self.copies:
+            copy.wait()
+
 
 _coming: list[_Coming] = []
 _let_in: list[_Coming] = []
 """Those that run, by a batch that waits for their KV, and of which it has not been told that it is there."""
 _aborted: list[tuple[str, bool]] = []
+
+
+@awake_while
+def some_come() -> bool:
+    """Somebody's KV is being copied: the turn in which they get in needs no message."""
+    return bool(_coming)
 
 
 def coming() -> int:
@@ -80,7 +122,7 @@ def coming() -> int:
 
 def abort(rid: str, abort_all: bool) -> None:
     """An abort has come: requests that do not run yet are aborted when they do."""
-    if any(abort_all or arrival.req.rid.startswith(rid) for one in _coming for arrival in one.arrivals):
+    if _names_one((rid, abort_all), [rid for one in _coming for rid in one.rids]):
         _aborted.append((rid, abort_all))
 
 
@@ -90,6 +132,7 @@ def take_over(
     ahead: Sequence[int],
     start_copy: StartCopy,
     landed: Landed,
+    lost: Lost,
     laps: Laps,
 ) -> int:
     """Make room for requests and begin to bring what has not come ahead of their KV. Returns how many tokens had.
@@ -98,6 +141,7 @@ def take_over(
         requests: of kind RUNNING.
         ahead: for each the number by which parts of it came ahead, or 0.
         landed: called when they run, and their KV is there on all ranks.
+        lost: called if a copy has failed on one, by which they are gone from here.
         laps: gets the time of each step.
 
     Raises:
@@ -135,7 +179,7 @@ def take_over(
     idle = scheduler.last_batch is None or scheduler.running_batch.is_empty()
     little = sum(request.kv_tokens for request in requests) - sum(first) <= AT_ONCE
     copies = [*(before for one in there for before in one.copies), copy]
-    _coming.append(_Coming(arrivals, copies, landed, idle or little, Laps()))
+    _coming.append(_Coming(arrivals, copies, landed, lost, idle or little, Laps()))
     return sum(first)
 
 
@@ -152,14 +196,46 @@ def land(scheduler: Any) -> bool:
     """Let requests in that are due, and tell of those that were let in before."""
     before, _let_in[:] = list(_let_in), []
     due = [one for one in _coming if one.due or scheduler.last_batch is None]
-    _coming[:] = [one for one in _coming if one not in due]
     for one in _coming:
         one.due = True
+    due = [one for one in due if _has_come(scheduler, one)]
+    _coming[:] = [one for one in _coming if one not in due]
+    lost = [one for one in due if one.by_host and not true_on_all_ranks(scheduler, one.fault is None)]
+    due = [one for one in due if one not in lost]
+    staying = [rid for one in (*_coming, *due) for rid in one.rids]
+    for one in lost:
+        _lose(scheduler, one, staying)
     if due:
         _seat(scheduler, due)
     if before:
         _tell(scheduler, before)
     return bool(due)
+
+
+def _has_come(scheduler: Any, one: _Coming) -> bool:
+    """May requests get in, as far as the work of processes goes?"""
+    if not one.by_host:
+        return True
+    if scheduler.last_batch is None:
+        one.wait()
+    return true_on_all_ranks(scheduler, one.ended)
+
+
+def _lose(scheduler: Any, one: _Coming, staying: Sequence[str]) -> None:
+    """Requests whose KV has not come on all ranks: as if they had never been here. `staying`: ids of all others that do
+    not run yet."""
+    one.wait()
+    early.free(scheduler, [page for arrival in one.arrivals for page in arrival.pages])
+    # Stock may have found no room before.
+    scheduler.running_batch.batch_is_full = False
+    aborted = [rid for rid in one.rids if any(_names_one(abort, [rid]) for abort in _aborted)]
+    _aborted[:] = [abort for abort in _aborted if _names_one(abort, staying)]
+    one.lost(one.rids, aborted, one.fault)
+
+
+def _names_one(abort: tuple[str, bool], rids: Sequence[str]) -> bool:
+    head, abort_all = abort
+    return any(abort_all or rid.startswith(head) for rid in rids)
 
 
 def _seat(scheduler: Any, due: Sequence[_Coming]) -> None:
@@ -184,20 +260,20 @@ def _tell(scheduler: Any, ran: Sequence[_Coming]) -> None:
 
     def wait() -> None:
         for one in ran:
-            for copy in one.copies:
-                copy.wait()
+            one.wait()
 
     on_all_ranks(scheduler, "copy", wait)
     for one in ran:
-        one.landed([req.rid for req in one.reqs], one.ran_s, one.laps.ms)
+        one.landed(one.rids, one.ran_s, one.laps.ms)
 
 
 def _carry_out_aborts(scheduler: Any) -> None:
     from sglang.srt.managers.io_struct import AbortReq
 
     aborts, _aborted[:] = list(_aborted), []
+    coming_rids = [rid for one in _coming for rid in one.rids]
     for rid, abort_all in aborts:
-        if any(abort_all or arrival.req.rid.startswith(rid) for one in _coming for arrival in one.arrivals):
+        if _names_one((rid, abort_all), coming_rids):
             _aborted.append((rid, abort_all))
         scheduler.abort_request(AbortReq(rid=rid, abort_all=abort_all))
 
