@@ -58,7 +58,7 @@ class Readback:
             way, of which `active` is one, or None; `epoch`; `kv_copy`: the way of copies between GPUs; `kept`: by
             engine, the requests that it keeps; `roles`: what each engine of the layout does now; `handovers`: see
             `Handovers.said`; `engines`: state, requests in flight, and what the ranks say of lease and cache, or the
-            error; with sequence parallelism also `sequence`: from how many tokens on, and how many batches ran each way.
+            error; with sequence parallelism also `sequence`: from how many tokens on, and how many batches ran so.
         """
         for _ in range(TRIES):
             before = self._state()
