@@ -34,7 +34,7 @@ def test_what_fails_here_is_raised() -> None:
 
 def test_if_another_rank_fails_this_one_has_ended_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
-    monkeypatch.setattr(agree, "_all_succeeded", lambda scheduler, success: False)
+    monkeypatch.setattr(agree, "true_on_all_ranks", lambda scheduler, mine: False)
     with pytest.raises(agree.OtherRankFailedError, match="failed to copy"):
         agree.start_on_all_ranks(ALONE, "copy", lambda: begun(waited))
     assert waited == ["a"]
