@@ -21,13 +21,14 @@ from typing import Any, Protocol
 
 from sglang_adapt.core.messages import RouterStatus
 from sglang_adapt.front.early import EarlyRefusals
-from sglang_adapt.front.error_form import formed, has_form
+from sglang_adapt.front.error_form import formed
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal
 from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
 from sglang_adapt.front.live import PAGE, PAGE_HEADERS, PAGE_PATH
 from sglang_adapt.front.refusal_log import keep_out_of_access_log, refusing
 from sglang_adapt.front.tier_told import TIER_IN_BODY, tier_told
+from sglang_adapt.upstream.early_answers import EarlyAnswer
 from sglang_adapt.upstream.tickets import ticket
 
 logger = logging.getLogger(__name__)
@@ -230,17 +231,16 @@ class AdaptLayer:
         if not _is_work(scope["method"], path):
             if path == "/metrics":
                 scope = _as_plain_text(scope)
-            await self._app(scope, receive, formed(send, path) if has_form(path) else send)
+            await self._app(scope, receive, formed(send, path))
             return
         refusal = self._refusal()
         if refusal is not None:
-            await _refuse(send, refusal, openai=path.startswith("/v1/"))
+            await _refuse(send, refusal.told(path))
             return
         self._working += 1
         try:
             if self._gate is None or path not in _GENERATING:
-                send = _with_retry_after(send)
-                await self._app(scope, receive, formed(send, path) if has_form(path) else send)
+                await self._app(scope, receive, formed(_with_retry_after(send), path))
             else:
                 await self._through_gate(self._gate, path, scope, receive, send)
         finally:
@@ -259,16 +259,14 @@ class AdaptLayer:
         if not isinstance(decided, Admitted):
             if decided.status == 429:
                 refusing()
-            await _refuse(send, decided, openai=path.startswith("/v1/"))
+            await _refuse(send, decided.told(path))
             return
         messages = iter(read)
 
         async def again() -> MutableMapping[str, Any]:
             return next(messages, None) or await receive()
 
-        send = tier_told(_with_retry_after(send), decided.terms.tier, in_body=path in TIER_IN_BODY)
-        if has_form(path):
-            send = formed(send, path)
+        send = formed(tier_told(_with_retry_after(send), decided.terms.tier, in_body=path in TIER_IN_BODY), path)
         with ticket(decided.request) as admitted:
             try:
                 await self._app(scope, again, send)
@@ -349,8 +347,7 @@ async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
     await _respond(send, status, json.dumps(body).encode())
 
 
-async def _refuse(send: Send, refusal: Refusal, openai: bool) -> None:
-    answer = refusal.nested if openai else refusal.flat
+async def _refuse(send: Send, answer: EarlyAnswer) -> None:
     await _send(send, answer.status, answer.headers, answer.body)
 
 

@@ -56,7 +56,7 @@ class EarlyRefusals:
             return None
         if self._counts:
             early_counter(head.path, refusal.status)()
-        return refusal.nested if head.path.startswith("/v1/") else refusal.flat
+        return refusal.told(head.path)
 
 
 def _path_and_key(head: Head) -> tuple[str, bytes | None]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from sglang_adapt.front.errors import Refusal
+from sglang_adapt.front.errors import Refusal, is_openai
 from sglang_adapt.upstream.stock_refusals import explained
 
 Message = MutableMapping[str, Any]
@@ -28,12 +28,14 @@ def has_form(path: str) -> bool:
 
 
 def formed(send: Send, path: str) -> Send:
-    """A `send` of ASGI for stock's answers to a route.
+    """A `send` of ASGI for stock's answers to a route; the same one where errors keep their form.
 
     Args:
         send: the next one.
         path: of the request.
     """
+    if not has_form(path):
+        return send
     start: Message | None = None
     read = bytearray()
     fails = streams = over = False
@@ -126,16 +128,15 @@ def body_of(status: int, fields: dict[str, Any], path: str) -> bytes:
         fields: message, and where stock has them type, param and code.
         path: of the request.
     """
-    openai = path.startswith("/v1/")
     message, param, code = str(fields["message"]), fields.get("param"), fields.get("code")
     if status == 400:
         if param is None:
             param, message = explained(message, path)
         if isinstance(code, str):
-            return Refusal(status, code, message, param).body(openai=openai)
+            return Refusal(status, code, message, param).told(path).body
         if param is None:
-            return Refusal(400, "bad_request", message).body(openai=openai)
-        return Refusal(400, "bad_parameter", message, param).body(openai=openai)
+            return Refusal(400, "bad_request", message).told(path).body
+        return Refusal(400, "bad_parameter", message, param).told(path).body
     said = {
         "object": "error",
         "message": message,
@@ -143,4 +144,4 @@ def body_of(status: int, fields: dict[str, Any], path: str) -> bytes:
         "param": param,
         "code": status if code is None else code,
     }
-    return json.dumps({"error": said} if openai else said).encode()
+    return json.dumps({"error": said} if is_openai(path) else said).encode()

@@ -41,9 +41,9 @@ class Refusal:
         """As it is told on OpenAI's routes (`/v1/...`): under `error`."""
         return _answer(self, {"error": self._fields})
 
-    def body(self, *, openai: bool) -> bytes:
-        """What is told, on OpenAI's routes or on sglang's."""
-        return (self.nested if openai else self.flat).body
+    def told(self, path: str) -> EarlyAnswer:
+        """The one of both that is told on a route."""
+        return self.nested if is_openai(path) else self.flat
 
     @property
     def _fields(self) -> dict[str, Any]:
@@ -54,6 +54,11 @@ class Refusal:
             "param": self.param,
             "code": self.code,
         }
+
+
+def is_openai(path: str) -> bool:
+    """Is it one of OpenAI's routes?"""
+    return path.startswith("/v1/")
 
 
 _TYPES = {503: "service_unavailable", 429: "rate_limit_exceeded"}

@@ -201,4 +201,4 @@ def refuse_stranger(what: str, client: str | None) -> Answer:
 
 def refuse(status: int, code: str, message: str, param: str | None = None) -> Answer:
     """An error as the answer of a handler."""
-    return status, Refusal(status, code, message, param).body(openai=False)
+    return status, Refusal(status, code, message, param).flat.body
