@@ -2,8 +2,9 @@
 
     python benchmark/bench_shift.py --model-path MODEL --vocab 128256 --gpus 4 --threshold 2048 -- STOCK FLAGS
 
-For each input length: TTFT and TPOT of requests that come one at a time, and the throughput of many at a time. Beside
-it the bandwidth of an all-to-all and of a sum between the GPUs. Systems: `stock-dp`, `stock-tp`; `dp`, `tp` (one server
+For each input length: TTFT and TPOT of requests that come one at a time, and the throughput of many at a time. With
+`--bursts`: those of all requests of a steady stream with bursts, and the most tokens/s in two seconds. Beside it the
+bandwidth of an all-to-all and of a sum between the GPUs. Systems: `stock-dp`, `stock-tp`; `dp`, `tp` (one server
 with --adapt-sp off), `sp` (--adapt-sp 0, every batch), `shift` (--adapt-sp THRESHOLD). CUDA graphs keep the mode in
 which they were captured, so sp and shift are servers of their own. Systems run in the order in which they are named;
 one that fails, or whose prompts did not run as they were to, is noted and the run ends with an error. The result is
@@ -25,14 +26,16 @@ from typing import Any
 
 import aiohttp
 
+from bursts import Bursts, bursty, peak_tokens_per_s
 from layouts import Layouts
-from load import Request, run_load, summarize
+from load import Request, Timing, run_load, summarize
 from server import Server, environment, exit_on_sigterm, write_json
 from sglang_adapt.core.layout import uniform_layout
 from shift_collectives import measure_collectives
 
 SYSTEMS = ("stock-dp", "stock-tp", "dp", "tp", "sp", "shift")
 CHECKED_PROMPTS, CHECKED_TOKENS = 8, 32
+PEAK_WINDOW_S = 2.0
 
 
 class NotRunError(RuntimeError):
@@ -49,11 +52,17 @@ def main() -> None:
     )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--threshold", type=int, default=2048, help="tokens of a batch, for shift")
-    parser.add_argument("--input-tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--input-tokens", type=int, nargs="*", default=[2048, 4096, 8192, 16384, 32768, 65536])
     parser.add_argument("--output-tokens", type=int, default=250)
     parser.add_argument("--alone", type=int, default=4, help="requests that come one at a time")
     parser.add_argument("--peak-tokens", type=int, default=400_000, help="input tokens of the requests of a peak load")
     parser.add_argument("--peak-concurrency", type=int, default=64, help="of those, at most so many at a time")
+    parser.add_argument("--bursts", type=int, default=0, help="of the bursty load (0: without it)")
+    parser.add_argument("--burst-requests", type=int, default=60, help="of each burst")
+    parser.add_argument("--burst-rate", type=float, default=30.0, help="requests/s in a burst")
+    parser.add_argument("--burst-every-s", type=float, default=15.0, help="from one burst to the next")
+    parser.add_argument("--steady-rate", type=float, default=1.0, help="requests/s beside the bursts")
+    parser.add_argument("--burst-input-tokens", type=int, default=2048, help="of each request of the bursty load")
     parser.add_argument("--collective-bytes", type=int, nargs="*", default=[1 << 16, 1 << 20, 1 << 24, 1 << 28])
     parser.add_argument("--virtual", action="store_true", help="virtual GPUs (no CUDA)")
     parser.add_argument("--ours-flags", default="", help="further flags for ours alone, as one string")
@@ -197,13 +206,39 @@ def _rows(server: Server, system: str, options: argparse.Namespace) -> list[dict
         ):
             timings, seconds = asyncio.run(run_load(server.url, requests, options.vocab, at_a_time, seed=tokens))
             summary = summarize(timings, seconds)
-            errors = sorted({timing.error for timing in timings if timing.error})
-            if errors:
-                raise NotRunError(f"{system}, {tokens} tokens, {load}: {errors[0]}\n{server.tail()}")
+            _check(timings, f"{system}, {tokens} tokens, {load}", server)
             all_tokens = summary["completed"] * (tokens + options.output_tokens) / seconds
             rows.append({"input_tokens": tokens, "load": load, "tokens_per_s": round(all_tokens, 1), **summary})
             print(system, rows[-1], flush=True)
+    if options.bursts:
+        rows.append(_bursty_row(server, system, options))
+        print(system, rows[-1], flush=True)
     return rows
+
+
+def _bursty_row(server: Server, system: str, options: argparse.Namespace) -> dict[str, Any]:
+    load = Bursts(
+        options.bursts, options.burst_requests, options.burst_rate, options.burst_every_s, options.steady_rate
+    )
+    tokens = options.burst_input_tokens
+    requests = bursty(load, tokens, options.output_tokens, seed=7)
+    # One of these at once and at a time first, with other prompts, so that nothing is compiled while it is timed.
+    for at_a_time in (options.peak_concurrency, 1):
+        asyncio.run(run_load(server.url, requests[:at_a_time], options.vocab, at_a_time, seed=98 + at_a_time))
+    timings, seconds = asyncio.run(run_load(server.url, requests, options.vocab, seed=8))
+    _check(timings, f"{system}, bursts", server)
+    return {
+        "input_tokens": tokens,
+        "load": "bursts",
+        "peak_tokens_per_s": round(peak_tokens_per_s(requests, timings, PEAK_WINDOW_S), 1),
+        **summarize(timings, seconds),
+    }
+
+
+def _check(timings: list[Timing], what: str, server: Server) -> None:
+    errors = sorted({timing.error for timing in timings if timing.error})
+    if errors:
+        raise NotRunError(f"{what}: {errors[0]}\n{server.tail()}")
 
 
 def _batches(url: str, system: str, gpus: int) -> dict[str, Any] | None:
@@ -235,6 +270,12 @@ def _print(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
             print(
                 f"{tokens:>7} {system:>9} {alone['ttft_ms_p50']:9.1f} {alone['tpot_ms_p50']:8.2f} "
                 f"{peak['tokens_per_s']:14.0f}"
+            )
+    for row in rows:
+        if row["load"] == "bursts":
+            print(
+                f" bursts {row['system']:>9} {row['ttft_ms_p50']:9.1f} {row['tpot_ms_p50']:8.2f} "
+                f"{row['peak_tokens_per_s']:14.0f} at most; {row['output_tokens_per_s']:.0f} output tokens/s"
             )
 
 

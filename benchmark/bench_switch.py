@@ -10,7 +10,7 @@ With `keep`, a round is there and back at once, and a stream's gap is that of th
 layout is away.
 
 `--rival`: stock sglang is stopped and started with the other layout, from SIGTERM until /health_generate answers.
-`--under-load SECONDS`: tokens/s with a switch every second, beside those of either layout alone.
+`--under-load SECONDS`: tokens/s with a switch every second, beside those of either layout alone (`--static-s`).
 
 `--repair`: a rank of each engine is killed, with streams running in layout A: how long they wait, and how long until
 the engine serves again.
@@ -86,6 +86,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--switches", type=int, default=20, help="switches of a cell")
     parser.add_argument("--output-tokens", type=int, default=1500, help="of each stream's requests")
     parser.add_argument("--under-load", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--static-s", type=float, default=60.0, help="of each layout alone, beside --under-load")
     parser.add_argument("--load", type=int, nargs=3, default=[32, 512, 128], metavar=("STREAMS", "INPUT", "OUTPUT"))
     parser.add_argument("--repair", action="store_true", help="kill a rank of each engine, one after another")
     parser.add_argument("--rival", action="store_true", help="measure stopping and starting stock sglang as well")
@@ -159,7 +160,9 @@ class Bench:
                         name = f"{strategy}, {running} running, {input_tokens} tokens"
                         await self._part(name, self._cell, name, strategy, running, input_tokens)
             if self._o.under_load:
-                await self._part("under load", self._under_load, limit_s=6 * self._o.under_load + 4 * self._o.settle_s)
+                static_s = min(self._o.under_load, self._o.static_s)
+                limit_s = 2 * (self._o.under_load + 2 * static_s + 2 * self._o.settle_s)
+                await self._part("under load", self._under_load, limit_s=limit_s)
             if self._o.repair:
                 await self._part("repair", self._repair, limit_s=300)
 
@@ -310,7 +313,7 @@ class Bench:
     async def _under_load(self) -> None:
         """Tokens/s in layout A, switching every second, and in layout B."""
         here, there = self._o.layouts
-        seconds, load = self._o.under_load, self._o.load
+        seconds, static_s, load = self._o.under_load, min(self._o.under_load, self._o.static_s), self._o.load
         rates: dict[str, float] = {}
         self._result["under_load"] = rates
 
@@ -334,11 +337,11 @@ class Bench:
                 if perf_counter() > end:
                     break
 
-        await rate(f"static {here}", lambda _: asyncio.sleep(seconds))
+        await rate(f"static {here}", lambda _: asyncio.sleep(static_s))
         await rate("a switch every second", switching)
         await self._home()
         await self._layouts.switch(there)
-        await rate(f"static {there}", lambda _: asyncio.sleep(seconds))
+        await rate(f"static {there}", lambda _: asyncio.sleep(static_s))
         await self._home()
         mean = statistics.fmean((rates[f"static {here}"], rates[f"static {there}"]))
         rates["switches"] = len(pauses)

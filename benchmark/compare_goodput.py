@@ -199,7 +199,8 @@ class Comparison:
 
     def measure(self, system: System, turn: Turn, loads: Sequence[Load], progress: Progress) -> None:
         """Start a system, measure it under each load, end it."""
-        shared = system.may_share and self._options.one_server
+        # One GPU has one layout; a server that chooses among layouts does not start there.
+        shared = system.may_share and self._options.one_server and self._options.gpus > 1
         plans = servers_of(AUTO if shared else system, self._common)
         told = self._result["systems"].setdefault(
             system.name, {"kind": system.kind, "layout": system.layout, "servers": [], "runs": []}

@@ -34,7 +34,8 @@ class Request:
 class Timing:
     """What the client saw of one request; times in milliseconds, None where there was no token.
 
-    `tpot_ms` is (last token - first token) / (tokens - 1), as sglang.bench_serving defines it.
+    `tpot_ms` is (last token - first token) / (tokens - 1), as sglang.bench_serving defines it. `sent_s` is in seconds
+    from the start of the load.
     """
 
     ttft_ms: float | None
@@ -42,6 +43,7 @@ class Timing:
     latency_ms: float
     tokens: int
     error: str | None
+    sent_s: float = 0.0
 
 
 def read_trace(path: Path, count: int | None, divide: int = 1, offset: int = 0) -> list[Request]:
@@ -80,7 +82,7 @@ async def run_load(
 
             async def at_arrival(request: Request, prompt: list[int]) -> Timing:
                 await asyncio.sleep(max(0.0, request.arrival_s - (time.perf_counter() - start)))
-                return await _one(session, url, request, prompt)
+                return await _one(session, url, request, prompt, start)
 
             timings = await asyncio.gather(*(at_arrival(r, p) for r, p in zip(requests, prompts, strict=True)))
         else:
@@ -89,14 +91,14 @@ async def run_load(
 
             async def worker() -> None:
                 for index in todo:
-                    done[index] = await _one(session, url, requests[index], prompts[index])
+                    done[index] = await _one(session, url, requests[index], prompts[index], start)
 
             await asyncio.gather(*(worker() for _ in range(concurrency)))
             timings = [timing for timing in done if timing is not None]
         return timings, time.perf_counter() - start
 
 
-async def _one(session: aiohttp.ClientSession, url: str, request: Request, prompt: list[int]) -> Timing:
+async def _one(session: aiohttp.ClientSession, url: str, request: Request, prompt: list[int], start: float) -> Timing:
     body = {
         "input_ids": prompt,
         "sampling_params": {"max_new_tokens": request.output_tokens, "temperature": 0, "ignore_eos": True},
@@ -126,7 +128,7 @@ async def _one(session: aiohttp.ClientSession, url: str, request: Request, promp
     if first is None or last is None:
         return Timing(None, None, _ms(sent), tokens, "no token")
     tpot = (last - first) * 1000 / (tokens - 1) if tokens > 1 else None
-    return Timing((first - sent) * 1000, tpot, _ms(sent), tokens, None)
+    return Timing((first - sent) * 1000, tpot, _ms(sent), tokens, None, sent - start)
 
 
 def _ms(since: float) -> float:
