@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from sglang_adapt.core.profile import (
@@ -17,7 +19,9 @@ from sglang_adapt.core.profile import (
     write_profile,
 )
 from sglang_adapt.profile import (
+    NoOverlapError,
     ProfilingError,
+    Server,
     decode_sizes,
     held_up_ms,
     main,
@@ -41,8 +45,39 @@ def test_what_fits_is_measured() -> None:
         (700, 1024),
     ]
     assert prefill_sizes(10, 10) == [(5, 0)]
-    assert decode_sizes(600, 4000, 8) == [(1, 64), (4, 64), (1, 512)]
+    # Of eight that run, seven are asked for.
+    assert decode_sizes(600, 4000, 8) == [(1, 64), (4, 64), (7, 64), (1, 512)]
     assert decode_sizes(10, 100, 1) == [(1, 1)]
+
+
+class OneByOne(Server):
+    """A server whose requests never decode together."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        super().__init__(session, "http://nowhere", seed=1)
+        self.asked: list[int] = []
+
+    async def stream(
+        self, prompt: list[int], output: int, *, each_token: bool = True
+    ) -> tuple[float, list[tuple[float, int]]]:
+        self.asked.append(len(prompt) + output)
+        number = float(len(self.asked))
+        return number, [(number, 1), (number + 0.5, output)]
+
+
+def test_requests_that_do_not_decode_together_are_not_made_longer_than_the_pool_holds() -> None:
+    """Twice as many tokens each time would fill it, and requests would be thrown out and read again for long."""
+
+    async def asked() -> list[int]:
+        async with aiohttp.ClientSession() as session:
+            server = OneByOne(session)
+            with pytest.raises(NoOverlapError, match="2 requests never decoded at the same time"):
+                await server.decode_ms(engines=1, batch=2, context=64, longest=10**6, capacity=1000)
+            return server.asked
+
+    asked_tokens = asyncio.run(asked())
+    assert 2 * max(asked_tokens) <= 1000
+    assert len(asked_tokens) > 2, "they were tried with more tokens"
 
 
 def test_a_step_is_timed_while_all_decode() -> None:

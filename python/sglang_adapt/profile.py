@@ -83,15 +83,15 @@ def decode_sizes(longest: int, capacity: int, most_requests: int) -> list[tuple[
     Args:
         longest: tokens of the longest request.
         capacity: tokens of KV that an engine holds.
-        most_requests: that it runs at a time.
+        most_requests: that it runs at a time. One less is measured: while a prompt is read in parts, stock counts it
+            twice, and the last request then waits until the others have ended.
     """
+    most = max(1, most_requests - 1)
     return [
         (batch, context)
         for context in _CONTEXT
-        for batch in _BATCH
-        if context + 2 * _STEPS + 2 <= longest
-        and batch * (context + 2 * _STEPS) <= capacity // 2
-        and batch <= most_requests
+        for batch in sorted({min(batch, most) for batch in _BATCH})
+        if context + 2 * _STEPS + 2 <= longest and batch * (context + 2 * _STEPS) <= capacity // 2
     ] or [(1, 1)]
 
 
@@ -161,7 +161,7 @@ class NoOverlapError(ProfilingError):
     """Requests that were to decode together did not."""
 
 
-class _Server:
+class Server:
     """What is asked of the server.
 
     Args:
@@ -251,10 +251,11 @@ class _Server:
             for stream in streams:
                 stream.cancel()
 
-    async def decode_ms(self, engines: int, batch: int, context: int, longest: int) -> float:
+    async def decode_ms(self, engines: int, batch: int, context: int, longest: int, capacity: int) -> float:
         """Time of a step of `batch` requests on every engine.
 
-        The first requests may have ended before the last is read; then all give twice as many tokens, up to `longest`.
+        The first requests may have ended before the last is read; then all give twice as many tokens, up to `longest`
+        and as long as the `capacity` tokens of an engine hold them all.
         """
         output = _STEPS * 2
         while True:
@@ -266,7 +267,7 @@ class _Server:
                 return middle_step_ms([streams[at][1] for at in sorted(seen)])
             except NoOverlapError:
                 output *= 2
-                if context + output + 2 > longest:
+                if context + output + 2 > longest or batch * (context + output) > capacity:
                     raise
 
 
@@ -335,7 +336,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), timeout=timeout, headers=headers
     ) as session:
-        server = _Server(session, url.rstrip("/"), seed)
+        server = Server(session, url.rstrip("/"), seed)
         said, info = await server.get("/adapt/slo"), await server.get("/server_info")
         key = msgspec.convert(said["profile_key"], ProfileKey)
         if said["config"] is not None:
@@ -354,7 +355,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
                 # The longest request is another one in each layout.
                 request = int((await server.get("/server_info"))["max_req_input_len"])
                 limit = request if longest is None else min(longest, request)
-                await server.decode_ms(engines, 1, 1, request)
+                await server.decode_ms(engines, 1, 1, request, capacity)
                 sizes.append(await _measure_size(server, tp, engines, limit, request, capacity, running, repeats))
         finally:
             if len(said["tp_sizes"]) > 1:
@@ -363,7 +364,7 @@ async def measure(url: str, api_key: str | None, longest: int | None, repeats: i
 
 
 async def _measure_size(
-    server: _Server, tp: int, engines: int, limit: int, longest: int, capacity: int, running: int, repeats: int
+    server: Server, tp: int, engines: int, limit: int, longest: int, capacity: int, running: int, repeats: int
 ) -> TpProfile:
     prefill, decode = [], []
     sizes = prefill_sizes(limit, limit)
@@ -372,7 +373,7 @@ async def _measure_size(
         prefill.append(PrefillPoint(tokens, prefix, round(ms, 4)))
         print(f"TP {tp}: prefill of {tokens} tokens behind {prefix}: {ms:.2f} ms", flush=True)
     for batch, context in decode_sizes(limit, capacity, running):
-        ms = await server.decode_ms(engines, batch, context, longest)
+        ms = await server.decode_ms(engines, batch, context, longest, capacity)
         decode.append(DecodePoint(batch, batch * (context + _STEPS), round(ms, 4)))
         print(f"TP {tp}: decode step of {batch} requests with {context} tokens each: {ms:.2f} ms", flush=True)
     smallest = sizes[0][0]
