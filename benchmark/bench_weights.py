@@ -357,6 +357,9 @@ def main() -> None:
                 bench.attempt("speed", bench.speed)
             if {"memory", "idle"} & set(options.parts):
                 bench.attempt("memory and idle", bench.memory_and_idle)
+        except SystemExit:
+            bench.results["errors"].append("ended by SIGTERM; what is missing was not reached")
+            raise
         finally:
             sizes = asdict(bench.sizes)
             show(bench.results, sizes)
