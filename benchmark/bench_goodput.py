@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from load import Request, read_trace
+from load import Request, poisson_arrivals, read_trace
 from server import environment, write_json
 from sglang_adapt.core.urls import KEEP_ALIVE_S
 from sglang_adapt.simulate.outcome import aligned
@@ -75,8 +75,8 @@ def parse_tier(text: str) -> TierLoad:
 
 def poisson(rate: float, seconds: float, input_tokens: int, output_tokens: int, rng: random.Random) -> list[Request]:
     """Arrivals at `rate` a second; lengths between half and one and a half of those given."""
-    requests, at = [], 0.0
-    while (at := at + rng.expovariate(rate)) < seconds:
+    requests = []
+    for at in poisson_arrivals(rate, seconds, rng):
         lengths = (max(1, round(length * rng.uniform(0.5, 1.5))) for length in (input_tokens, output_tokens))
         requests.append(Request(at, *lengths))
     return requests

@@ -22,7 +22,7 @@ from pathlib import Path
 import aiohttp
 
 from layouts import Layouts
-from load import Request, run_load, summarize
+from load import Request, poisson_arrivals, run_load, summarize
 from server import Server, environment, write_json
 
 METRICS = ("ttft_ms_p50", "tpot_ms_p50", "latency_ms_p50", "output_tokens_per_s")
@@ -86,9 +86,8 @@ def _loads(options: argparse.Namespace) -> list[tuple[str, list[Request], int | 
         for concurrency in options.concurrency
     ]
     for rate in options.rate:
-        rng, at, requests = random.Random(5), 0.0, []
-        while (at := at + rng.expovariate(rate)) < options.rate_seconds:
-            requests.append(Request(at, *shape))
+        arrivals = poisson_arrivals(rate, options.rate_seconds, random.Random(5))
+        requests = [Request(at, *shape) for at in arrivals]
         loads.append((f"{rate:g} requests/s", requests, None))
     return loads
 

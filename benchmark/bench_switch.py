@@ -86,7 +86,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--switches", type=int, default=20, help="switches of a cell")
     parser.add_argument("--output-tokens", type=int, default=1500, help="of each stream's requests")
     parser.add_argument("--under-load", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--static-s", type=float, default=60.0, help="of each layout alone, beside --under-load")
+    parser.add_argument("--static-s", type=float, default=60.0, help="of each layout alone, at most --under-load")
     parser.add_argument("--load", type=int, nargs=3, default=[32, 512, 128], metavar=("STREAMS", "INPUT", "OUTPUT"))
     parser.add_argument("--repair", action="store_true", help="kill a rank of each engine, one after another")
     parser.add_argument("--rival", action="store_true", help="measure stopping and starting stock sglang as well")
@@ -109,6 +109,7 @@ def _options() -> argparse.Namespace:
     options.gpus = gpus.pop()
     if options.virtual not in (0, options.gpus):
         parser.error(f"--virtual {options.virtual}: the layouts are for {options.gpus} GPUs")
+    options.static_s = min(options.under_load, options.static_s)
     return options
 
 
@@ -160,8 +161,7 @@ class Bench:
                         name = f"{strategy}, {running} running, {input_tokens} tokens"
                         await self._part(name, self._cell, name, strategy, running, input_tokens)
             if self._o.under_load:
-                static_s = min(self._o.under_load, self._o.static_s)
-                limit_s = 2 * (self._o.under_load + 2 * static_s + 2 * self._o.settle_s)
+                limit_s = 2 * (self._o.under_load + 2 * self._o.static_s + 2 * self._o.settle_s)
                 await self._part("under load", self._under_load, limit_s=limit_s)
             if self._o.repair:
                 await self._part("repair", self._repair, limit_s=300)
@@ -313,7 +313,7 @@ class Bench:
     async def _under_load(self) -> None:
         """Tokens/s in layout A, switching every second, and in layout B."""
         here, there = self._o.layouts
-        seconds, static_s, load = self._o.under_load, min(self._o.under_load, self._o.static_s), self._o.load
+        seconds, static_s, load = self._o.under_load, self._o.static_s, self._o.load
         rates: dict[str, float] = {}
         self._result["under_load"] = rates
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from load import Request, Timing
+from load import Request, Timing, poisson_arrivals
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,7 @@ class Bursts:
 def bursty(bursts: Bursts, input_tokens: int, output_tokens: int, seed: int) -> list[Request]:
     """Requests in the order of their arrival; the same for the same seed."""
     rng = random.Random(seed)
-    arrivals = []
-    if bursts.steady_rate > 0:
-        at_s = rng.expovariate(bursts.steady_rate)
-        while at_s < bursts.seconds:
-            arrivals.append(at_s)
-            at_s += rng.expovariate(bursts.steady_rate)
+    arrivals = list(poisson_arrivals(bursts.steady_rate, bursts.seconds, rng)) if bursts.steady_rate > 0 else []
     for number in range(bursts.count):
         begins_s = (number + 0.5) * bursts.every_s
         arrivals += [begins_s + index / bursts.rate for index in range(bursts.requests)]
@@ -54,14 +50,12 @@ def peak_tokens_per_s(requests: Sequence[Request], timings: Sequence[Timing], wi
     A prompt counts when its first token came, output tokens evenly from there to the last one. Windows begin with
     the load and follow each other.
     """
-    windows: dict[int, float] = {}
+    windows: Counter[int] = Counter()
     for request, timing in zip(requests, timings, strict=True):
         if timing.error is not None or timing.ttft_ms is None:
             continue
         first_s = timing.sent_s + timing.ttft_ms / 1000
         gap_s = (timing.tpot_ms or 0.0) / 1000
-        windows[int(first_s // window_s)] = windows.get(int(first_s // window_s), 0.0) + request.input_tokens
-        for number in range(timing.tokens):
-            window = int((first_s + number * gap_s) // window_s)
-            windows[window] = windows.get(window, 0.0) + 1
-    return max(windows.values(), default=0.0) / window_s
+        windows[int(first_s // window_s)] += request.input_tokens
+        windows.update(int((first_s + number * gap_s) // window_s) for number in range(timing.tokens))
+    return max(windows.values(), default=0) / window_s

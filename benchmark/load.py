@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,13 @@ class Timing:
     tokens: int
     error: str | None
     sent_s: float = 0.0
+
+
+def poisson_arrivals(rate: float, seconds: float, rng: random.Random) -> Iterator[float]:
+    """Seconds from the start at which requests arrive, `rate` of them a second; drawn as they are asked for."""
+    at_s = 0.0
+    while (at_s := at_s + rng.expovariate(rate)) < seconds:
+        yield at_s
 
 
 def read_trace(path: Path, count: int | None, divide: int = 1, offset: int = 0) -> list[Request]:
