@@ -180,6 +180,14 @@ class Correction:
         """After decode steps that were predicted with this correction."""
         return replace(self, decode=self._moved(self.decode, predicted_ms, actual_ms))
 
+    def eased(self, predicted_ms: float, actual_ms: float) -> Correction:
+        """After prefills and decode steps that took less than predicted: times are stretched less, if they are."""
+
+        def towards_one(factor: float) -> float:
+            return min(factor, max(1.0, self._moved(factor, predicted_ms, actual_ms)))
+
+        return replace(self, prefill=towards_one(self.prefill), decode=towards_one(self.decode))
+
     def _moved(self, factor: float, predicted_ms: float, actual_ms: float) -> float:
         if predicted_ms <= 0 or actual_ms <= 0:
             return factor

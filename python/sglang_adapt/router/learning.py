@@ -20,8 +20,9 @@ _FEW_TOKENS = 8
 """So many decode steps at least say how long one takes: output comes in a bunch now and then."""
 _MANY_TOKENS = 32
 _SLOWNESS = 1.15
-"""An engine that takes so many times as long for so many steps, and the prompts between, is slower than believed; less
-may be the part of a prompt that is counted at the wrong end."""
+"""An engine that takes so many times as long for so many steps, and the prompts between, is slower than believed, and one
+that is believed slow and takes so many times less is not; what is between may be the part of a prompt that is counted
+at the wrong end."""
 _MOSTLY = 3.0
 """A prompt says how long prompts take if it takes so many times as long as the step that it waits for."""
 
@@ -143,17 +144,22 @@ class Learning:
         return step
 
     def _learn_slowness(self, output: int, reading: _Reading, engine: str, actual_ms: float) -> None:
-        """Was the engine slower than if it had done one by one all that it did meanwhile?
+        """Was the engine slower than if it had done one by one all that it did meanwhile, or much quicker?
 
-        An engine that is never without prompts would else never be found out. What is quicker says nothing: prompts
-        that are read together take less.
+        An engine that is never without prompts would else never be found out. Prompts that are read together take less
+        than one by one, so what is quicker only ends what has been learned of a slow spell: or it would be believed as
+        long as prompts keep coming, which then wait for room that is there.
         """
         name, read, step = reading.began
         predicted = (output - 1) * (step + self._step_ms(engine)) / 2 + self._read[engine] - read
-        if name == engine and self._read[engine] > read and actual_ms > _SLOWNESS * predicted:
-            tp = self._tp_of[engine]
-            known = self.corrections[tp]
+        if name != engine or self._read[engine] == read:
+            return
+        tp = self._tp_of[engine]
+        known = self.corrections[tp]
+        if actual_ms > _SLOWNESS * predicted:
             self.corrections[tp] = known.with_prefill(predicted, actual_ms).with_decode(predicted, actual_ms)
+        elif _SLOWNESS * actual_ms < predicted:
+            self.corrections[tp] = known.eased(predicted, actual_ms)
 
     def _step_ms(self, engine: str) -> float:
         """A decode step of an engine, as it is believed to be."""
