@@ -98,6 +98,24 @@ def test_one_odd_request_moves_the_correction_little() -> None:
     assert math.log(slower) > -math.log(faster) > 0
 
 
+@given(
+    factor=st.floats(0.25, 4.0), predicted=st.floats(0.1, 100.0), actual=st.floats(0.1, 100.0), prefill=st.booleans()
+)
+def test_a_stretch_is_taken_back_no_further_than_to_the_times_themselves(
+    factor: float, predicted: float, actual: float, prefill: bool
+) -> None:
+    known = Correction(factor, factor)
+    after = (known.with_prefill if prefill else known.with_decode)(predicted, actual, quicker=False)
+    free = (known.with_prefill if prefill else known.with_decode)(predicted, actual)
+    now, other, freely = (
+        (after.prefill, after.decode, free.prefill) if prefill else (after.decode, after.prefill, free.decode)
+    )
+    assert other == factor
+    assert now == (freely if actual > predicted else max(freely, min(factor, 1.0)))
+    if actual < predicted:
+        assert min(factor, 1.0) <= now <= factor
+
+
 def test_profile_survives_its_file(tmp_path: Path) -> None:
     profile = Profile(KEY, (TP1,))
     write_profile(tmp_path / "new" / "p.json", profile)

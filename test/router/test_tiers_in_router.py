@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -389,6 +391,58 @@ def test_a_slow_spell_is_forgotten() -> None:
 
     assert [run(f"slow{n}", 4000, 300) for n in range(40)][-1] == "best_effort"
     assert [run(f"fast{n}", 25, 2) for n in range(60)][-1] == "feasible"
+
+
+def _read_by_turns(world: Tiered, rids: Iterator[str], requests: int, stretch: float) -> None:
+    """Requests one after the other, each with its first token before the one before has ended: prompts keep coming, so
+    that no prompt is read alone and no steps are without one. All takes `stretch` times what the profile says."""
+    engine, last = "tp2@0-1", ""
+    for rid in itertools.islice(rids, requests):
+        world.arrive(rid, "night", tokens=20)
+        world.router.let_go()
+        world.now += 20 * stretch
+        world.tokens(engine, rid, [7], 1)
+        if last:
+            # It has waited for the prompt of the other one.
+            world.now += 2 * stretch
+            world.tokens(engine, last, [7] * 40, 41)
+            world.finish(engine, last)
+        world.now += 40 * 2 * stretch
+        last = rid
+    world.finish(engine, last)
+
+
+def test_a_slow_spell_is_forgotten_while_prompts_keep_coming() -> None:
+    world, rids = Tiered("tp2@0-1"), (f"r{number}" for number in itertools.count())
+    _read_by_turns(world, rids, 60, 2.0)
+    slow = world.admission.corrections[2]
+    assert slow.prefill > 1.5
+    assert slow.decode > 1.5
+    _read_by_turns(world, rids, 60, 0.5)
+    quick = world.admission.corrections[2]
+    assert quick.prefill < 1.2
+    assert quick.decode < 1.2
+
+
+@pytest.mark.parametrize(("tier", "tokens"), [("night", 1), ("strict", 6)])
+def test_few_requests_that_are_quick_do_not_make_many_so(tier: str, tokens: int) -> None:
+    """Steps that are near no target say nothing of those that are, however quick they are."""
+    world = Tiered("tp2@0-1")
+    for number in range(60):
+        rids = [f"r{number}-{of}" for of in range(tokens)]
+        for rid in rids:
+            world.arrive(rid, tier, tokens=1)
+        world.router.let_go()
+        for rid in rids:
+            world.tokens("tp2@0-1", rid, [7], 1)
+        world.now += 10 * tokens / 2
+        for rid in rids:
+            world.tokens("tp2@0-1", rid, [7] * 10, 11)
+        for rid in rids:
+            world.finish("tp2@0-1", rid)
+        world.now += 10_000
+    decode = world.admission.corrections[2].decode
+    assert decode == 1.0 if tier == "night" else decode < 0.9
 
 
 def test_promises_are_made_on_engines_of_the_tier_and_other_work_goes_anywhere() -> None:

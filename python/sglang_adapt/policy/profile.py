@@ -172,29 +172,26 @@ class Correction:
     decode: float = 1.0
     most: float = 4.0
 
-    def with_prefill(self, predicted_ms: float, actual_ms: float) -> Correction:
-        """After a prefill that was predicted with this correction."""
-        return replace(self, prefill=self._moved(self.prefill, predicted_ms, actual_ms))
+    def with_prefill(self, predicted_ms: float, actual_ms: float, *, quicker: bool = True) -> Correction:
+        """After a prefill that was predicted with this correction.
 
-    def with_decode(self, predicted_ms: float, actual_ms: float) -> Correction:
-        """After decode steps that were predicted with this correction."""
-        return replace(self, decode=self._moved(self.decode, predicted_ms, actual_ms))
+        Args:
+            quicker: times may come out shorter than they are without correction; else at most a stretch is taken back.
+        """
+        return replace(self, prefill=self._moved(self.prefill, predicted_ms, actual_ms, quicker))
 
-    def eased(self, predicted_ms: float, actual_ms: float) -> Correction:
-        """After prefills and decode steps that took less than predicted: times are stretched less, if they are."""
+    def with_decode(self, predicted_ms: float, actual_ms: float, *, quicker: bool = True) -> Correction:
+        """After decode steps that were predicted with this correction; `quicker` as of `with_prefill`."""
+        return replace(self, decode=self._moved(self.decode, predicted_ms, actual_ms, quicker))
 
-        def towards_one(factor: float) -> float:
-            return min(factor, max(1.0, self._moved(factor, predicted_ms, actual_ms)))
-
-        return replace(self, prefill=towards_one(self.prefill), decode=towards_one(self.decode))
-
-    def _moved(self, factor: float, predicted_ms: float, actual_ms: float) -> float:
+    def _moved(self, factor: float, predicted_ms: float, actual_ms: float, quicker: bool) -> float:
         if predicted_ms <= 0 or actual_ms <= 0:
             return factor
         # In the logarithm, so that twice as slow and twice as fast weigh the same; one odd request moves it little.
         error = min(_SURPRISE, max(-_SURPRISE, math.log(actual_ms / predicted_ms)))
         rate = _LEARN_SLOWER if error > 0 else _LEARN_FASTER
-        return min(self.most, max(1 / self.most, factor * math.exp(rate * error)))
+        least = 1 / self.most if quicker or error > 0 else min(factor, 1.0)
+        return min(self.most, max(least, factor * math.exp(rate * error)))
 
 
 def shared_corrections(learned: Mapping[int, Correction], *, measured: bool) -> dict[int, Correction]:

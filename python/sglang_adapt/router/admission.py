@@ -93,7 +93,7 @@ class Admission:
         self._turn = 0
         self._tally = Tally()
         self._tickets = Tickets(self._tally)
-        self._learning = Learning(self._tally, tp_of, times, 4.0 if settings.profile is not None else 32.0)
+        self._learning = Learning(self._tally, tp_of, times, measured=settings.profile is not None)
         self._loads = Loads(self._tally, tp_of, times, self._learning.corrections, bounds, clock_ms)
         self._expected = Expected(self.config, lambda name: times[tp_of[name]].decode_ms(1, 1.0), clock_ms)
 

@@ -2,6 +2,10 @@
 
 Learned are times of prefills and of steps where nothing else is in them: what forecasts leave out, such as queueing,
 would make the times look longer than they are, and sizes that are seldom asked better than they are.
+
+One factor stretches the steps of all batches. That few requests take less than they were measured to take does not say
+that many do: of measured times, steps that are far from every target end what has been learned of slower ones, and no
+more.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ _FEW_TOKENS = 8
 """So many decode steps at least say how long one takes: output comes in a bunch now and then."""
 _MANY_TOKENS = 32
 _SLOWNESS = 1.15
-"""An engine that takes so many times as long for so many steps, and the prompts between, is slower than believed, and one
-that is believed slow and takes so many times less is not; what is between may be the part of a prompt that is counted
+"""An engine that takes so many times as long for so many steps, and the prompts between, is slower than believed; one
+that is believed slow and takes so many times less is not. What is between may be the part of a prompt that is counted
 at the wrong end."""
+_NEAR = 0.5
+"""Steps of this part of a target and more decide whether it is kept."""
 _MOSTLY = 3.0
 """A prompt says how long prompts take if it takes so many times as long as the step that it waits for."""
 
@@ -59,10 +65,12 @@ class Learning:
         tally: what engines have been given and have not ended.
         tp_of: TP size of every engine, by name.
         times: by TP size, without corrections.
-        most: corrections are from `1 / most` to `most`.
+        measured: they are those of a profile, and not reckoned.
     """
 
-    def __init__(self, tally: Tally, tp_of: Mapping[str, int], times: Mapping[int, Times], most: float) -> None:
+    def __init__(self, tally: Tally, tp_of: Mapping[str, int], times: Mapping[int, Times], *, measured: bool) -> None:
+        most = 4.0 if measured else 32.0
+        self._measured = measured
         self._tally = tally
         self._tp_of = tp_of
         self._times = times
@@ -138,8 +146,9 @@ class Learning:
         step = self._step_ms(engine)
         if span is not None:
             tp = self._tp_of[engine]
-            actual = (now - span.since_ms) / (total - span.output)
-            self.corrections[tp] = self.corrections[tp].with_decode((span.step_ms + step) / 2, actual)
+            predicted, actual = (span.step_ms + step) / 2, (now - span.since_ms) / (total - span.output)
+            far = self._measured and predicted < _NEAR * self._tally.of(engine).tightest_tpot_ms
+            self.corrections[tp] = self.corrections[tp].with_decode(predicted, actual, quicker=not far)
         self._spans[engine] = _Span(rid, now, total, step)
         return step
 
@@ -154,12 +163,10 @@ class Learning:
         predicted = (output - 1) * (step + self._step_ms(engine)) / 2 + self._read[engine] - read
         if name != engine or self._read[engine] == read:
             return
-        tp = self._tp_of[engine]
-        known = self.corrections[tp]
-        if actual_ms > _SLOWNESS * predicted:
-            self.corrections[tp] = known.with_prefill(predicted, actual_ms).with_decode(predicted, actual_ms)
-        elif _SLOWNESS * actual_ms < predicted:
-            self.corrections[tp] = known.eased(predicted, actual_ms)
+        if actual_ms > _SLOWNESS * predicted or _SLOWNESS * actual_ms < predicted:
+            tp = self._tp_of[engine]
+            known = self.corrections[tp].with_prefill(predicted, actual_ms, quicker=False)
+            self.corrections[tp] = known.with_decode(predicted, actual_ms, quicker=False)
 
     def _step_ms(self, engine: str) -> float:
         """A decode step of an engine, as it is believed to be."""
