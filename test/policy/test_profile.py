@@ -99,18 +99,19 @@ def test_one_odd_request_moves_the_correction_little() -> None:
 
 
 @given(
-    factor=st.floats(0.25, 4.0), predicted=st.floats(0.1, 100.0), actual=st.floats(0.1, 100.0), prefill=st.booleans()
+    factor=st.floats(0.25, 4.0),
+    predicted=st.floats(0.1, 100.0),
+    actual=st.floats(0.1, 100.0),
+    which=st.sampled_from(["prefill", "decode"]),
 )
 def test_a_stretch_is_taken_back_no_further_than_to_the_times_themselves(
-    factor: float, predicted: float, actual: float, prefill: bool
+    factor: float, predicted: float, actual: float, which: str
 ) -> None:
     known = Correction(factor, factor)
-    after = (known.with_prefill if prefill else known.with_decode)(predicted, actual, quicker=False)
-    free = (known.with_prefill if prefill else known.with_decode)(predicted, actual)
-    now, other, freely = (
-        (after.prefill, after.decode, free.prefill) if prefill else (after.decode, after.prefill, free.decode)
-    )
-    assert other == factor
+    learn = getattr(known, f"with_{which}")
+    after = learn(predicted, actual, quicker=False)
+    now, freely = getattr(after, which), getattr(learn(predicted, actual), which)
+    assert getattr(after, "decode" if which == "prefill" else "prefill") == factor
     assert now == (freely if actual > predicted else max(freely, min(factor, 1.0)))
     if actual < predicted:
         assert min(factor, 1.0) <= now <= factor

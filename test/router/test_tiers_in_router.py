@@ -424,18 +424,18 @@ def test_a_slow_spell_is_forgotten_while_prompts_keep_coming() -> None:
     assert quick.decode < 1.2
 
 
-@pytest.mark.parametrize(("tier", "tokens"), [("night", 1), ("strict", 6)])
-def test_few_requests_that_are_quick_do_not_make_many_so(tier: str, tokens: int) -> None:
+@pytest.mark.parametrize(("tier", "requests"), [("night", 1), ("strict", 6)])
+def test_few_requests_that_are_quick_do_not_make_many_so(tier: str, requests: int) -> None:
     """Steps that are near no target say nothing of those that are, however quick they are."""
     world = Tiered("tp2@0-1")
     for number in range(60):
-        rids = [f"r{number}-{of}" for of in range(tokens)]
+        rids = [f"r{number}-{of}" for of in range(requests)]
         for rid in rids:
             world.arrive(rid, tier, tokens=1)
         world.router.let_go()
         for rid in rids:
             world.tokens("tp2@0-1", rid, [7], 1)
-        world.now += 10 * tokens / 2
+        world.now += 10 * requests / 2
         for rid in rids:
             world.tokens("tp2@0-1", rid, [7] * 10, 11)
         for rid in rids:

@@ -133,11 +133,12 @@ class Learning:
         reading = self._readings.pop(rid, None)
         if finished and engine is not None and reading is not None and record.output >= _MANY_TOKENS:
             assert record.first_ms is not None, "it has given tokens"
-            self._learn_slowness(record.output, reading, engine, record.last_ms - record.first_ms)
+            self._learn_pace(record.output, reading, engine, record.last_ms - record.first_ms)
 
     def _stepped(self, rid: str, total: int, engine: str, now: float) -> float | None:
         """Returns the time of a step as it is believed to be, if it was looked up."""
-        if self._tally.of(engine).unread:
+        sums = self._tally.of(engine)
+        if sums.unread:
             self._spans.pop(engine, None)
             return None
         span = self._spans.get(engine)
@@ -147,12 +148,12 @@ class Learning:
         if span is not None:
             tp = self._tp_of[engine]
             predicted, actual = (span.step_ms + step) / 2, (now - span.since_ms) / (total - span.output)
-            far = self._measured and predicted < _NEAR * self._tally.of(engine).tightest_tpot_ms
+            far = self._measured and predicted < _NEAR * sums.tightest_tpot_ms
             self.corrections[tp] = self.corrections[tp].with_decode(predicted, actual, quicker=not far)
         self._spans[engine] = _Span(rid, now, total, step)
         return step
 
-    def _learn_slowness(self, output: int, reading: _Reading, engine: str, actual_ms: float) -> None:
+    def _learn_pace(self, output: int, reading: _Reading, engine: str, actual_ms: float) -> None:
         """Was the engine slower than if it had done one by one all that it did meanwhile, or much quicker?
 
         An engine that is never without prompts would else never be found out. Prompts that are read together take less
