@@ -24,9 +24,8 @@ _FEW_TOKENS = 8
 """So many decode steps at least say how long one takes: output comes in a bunch now and then."""
 _MANY_TOKENS = 32
 _SLOWNESS = 1.15
-"""An engine that takes so many times as long for so many steps, and the prompts between, is slower than believed; one
-that is believed slow and takes so many times less is not. What is between may be the part of a prompt that is counted
-at the wrong end."""
+"""An engine that takes so many times as long for so many steps, and the prompts between, is slower than it was measured
+to be, or than was reckoned. What is below may be the part of a prompt that is counted at the wrong end."""
 _NEAR = 0.5
 """Steps of this part of a target and more decide whether it is kept."""
 _MOSTLY = 3.0
@@ -154,19 +153,22 @@ class Learning:
         return step
 
     def _learn_pace(self, output: int, reading: _Reading, engine: str, actual_ms: float) -> None:
-        """Was the engine slower than if it had done one by one all that it did meanwhile, or much quicker?
+        """Was the engine slower than if it had done one by one all that it did meanwhile, or quicker?
 
         An engine that is never without prompts would else never be found out. Prompts that are read together take less
         than one by one, so what is quicker only ends what has been learned of a slow spell: or it would be believed as
-        long as prompts keep coming, which then wait for room that is there.
+        long as prompts keep coming, which then wait for room that is there. Measured times that are stretched follow
+        small differences as well, or a part of each slow spell would stay.
         """
         name, read, step = reading.began
         predicted = (output - 1) * (step + self._step_ms(engine)) / 2 + self._read[engine] - read
         if name != engine or self._read[engine] == read:
             return
-        if actual_ms > _SLOWNESS * predicted or _SLOWNESS * actual_ms < predicted:
-            tp = self._tp_of[engine]
-            known = self.corrections[tp].with_prefill(predicted, actual_ms, quicker=False)
+        tp = self._tp_of[engine]
+        known = self.corrections[tp]
+        follows = self._measured and max(known.prefill, known.decode) > 1
+        if follows or actual_ms > _SLOWNESS * predicted or _SLOWNESS * actual_ms < predicted:
+            known = known.with_prefill(predicted, actual_ms, quicker=False)
             self.corrections[tp] = known.with_decode(predicted, actual_ms, quicker=False)
 
     def _step_ms(self, engine: str) -> float:

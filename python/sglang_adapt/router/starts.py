@@ -140,6 +140,7 @@ class EngineStarts:
                         sp_tokens=self._config.sp_tokens.get(spec.tp),
                         base_tp=self._config.base_tp,
                         page_copies=self._config.ablation.page_copies,
+                        late_graphs=number > 0,
                     ),
                 ),
             )

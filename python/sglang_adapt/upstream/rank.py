@@ -22,6 +22,7 @@ from sglang_adapt.upstream.cuda_facts import give_back_cuda
 from sglang_adapt.upstream.empty_grammar import SomeTokenMayCome
 from sglang_adapt.upstream.handoff.patches import HANDOFF_PATCHES
 from sglang_adapt.upstream.kv_pool import RankPool, current_pool, require_pool_used, use_rank_pool
+from sglang_adapt.upstream.late_graphs import LATE_GRAPH_PATCHES, capture_prefill_graphs_late
 from sglang_adapt.upstream.limits import LIMIT_PATCHES
 from sglang_adapt.upstream.patch import PATCHES, LookForNoMethods, Patch, look_for_no_methods
 from sglang_adapt.upstream.profiles import EngineInNamesOfProfiles, name_profiles
@@ -48,6 +49,7 @@ class RankArgs:
         sp_tokens: tokens of a batch from which it runs sequence-parallel; None if none ever does.
         base_tp: TP size whose shards of the weights such a batch runs on; 1: on all of them.
         page_copies: KV arrives with a copy for each page and plane, for a measurement.
+        late_graphs: it serves before its prefill graphs are captured.
     """
 
     engine: str
@@ -63,6 +65,7 @@ class RankArgs:
     sp_tokens: int | None = None
     base_tp: int = 1
     page_copies: bool = False
+    late_graphs: bool = False
 
 
 class OneOutputSocket(Patch):
@@ -110,6 +113,7 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     ContainFailingMessages,
     EngineInNamesOfProfiles,
     MessagesByRankLink,
+    *LATE_GRAPH_PATCHES,
     *LIMIT_PATCHES,
     SomeTokenMayCome,
 )
@@ -138,6 +142,8 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     prepare_process(*RANK_PATCHES)
     use_load_slots(args.loads)
     use_control(control)
+    if args.late_graphs:
+        capture_prefill_graphs_late()
     if args.pool is not None:
         PATCHES.apply(*HANDOFF_PATCHES)
     if args.weights is not None:
