@@ -66,6 +66,7 @@ def situations(gpus: int, count: int, seed: int) -> list[Situation]:
                 chance.uniform(100, 3000),
                 chance.uniform(50, 500),
                 Unfinished(chance.randrange(gpus * 10), 0),
+                chance.uniform(0.0, 2.0),
             )
             for terms in TIERS
         )

@@ -29,8 +29,12 @@ Counts = Mapping[int, int]
 """Engines by TP size; one with none may be missing."""
 _Place = tuple[int, bool]
 """Engines of a TP size that leave room for the tightest tier there (False), or that need not (True)."""
-_Beside = tuple[Estimate, float, float]
-"""Of a tier and a TP size, see `Appraiser._beside_tighter`."""
+_CHOICE = 1.2
+"""Under more load than there is room for, the mean prompt that is let in is shorter than the mean by this times the
+part that is left out times the spread of prompts (`Demand.prompt_spread`): so it was for 14B shapes on two traces, with
+spreads of 0.5 and 1.0 and 20 to 80 % left out."""
+_PARTS = (0.65, 0.3)
+"""Of the mean prompt, the means for which rates are estimated."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class _Beside:
+    """A tier and a TP size where a tighter tier is.
+
+    Attributes:
+        guarded: its estimate on an engine that leaves room for the tighter one.
+        tpot_ms: the target that it has there; None: its own targets.
+        looser, asked: what is asked for there by weight: what is looser than the tightest, and all.
+    """
+
+    guarded: Estimate
+    tpot_ms: float | None
+    looser: float
+    asked: float
+
+
+@dataclass(frozen=True)
 class Worth:
     """What a layout does.
 
@@ -98,6 +118,7 @@ class Appraiser:
     speeds: Mapping[int, Speed]
     _shared: dict[tuple[str, int], _Beside | None] = field(default_factory=dict)
     _blends: dict[tuple[str, int, int, int], Estimate] = field(default_factory=dict)
+    _shorter: dict[tuple[str, _Place, float], Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.order = sorted(self.rows, key=lambda row: (len(row.sizes), row.demand.terms.tpot_ms or math.inf, row.tier))
@@ -119,6 +140,9 @@ class Appraiser:
                 ]
                 total = sum(rate for _, _, rate in room)
                 missing = row.offered_rps - sum(rate for _, _, rate in parts)
+                if 0 < total < missing:
+                    room = self._let_in(row, room, free, missing)
+                    total = sum(rate for _, _, rate in room)
                 filled = min(1.0, missing / total) if total > 0 and missing > 0 else 0.0
                 if filled:
                     parts += [(place, one, filled * rate) for place, one, rate in room]
@@ -135,6 +159,36 @@ class Appraiser:
                 value += row.weight * rate * (1 + quick * min(1.0, row.alone_ms / times[row.tier]))
         return Worth(value, carried, times)
 
+    def _let_in(
+        self, row: Row, room: Sequence[tuple[_Place, Estimate, float]], free: Mapping[_Place, float], missing: float
+    ) -> list[tuple[_Place, Estimate, float]]:
+        """The same room under more load than it has: filled with short prompts more than with long ones.
+
+        A short prompt finds its target kept where a long one does not, so what is let in is less work a request than
+        what comes, and more requests are: the more, the more prompts differ.
+        """
+        slope = _CHOICE * row.demand.prompt_spread
+        longer, longer_part = list(room), 1.0
+        for part in _PARTS if slope > 0 else ():
+            found = [(place, self._at(row, place, part)) for place, _, _ in room]
+            shorter = [(place, one, free[place] * one.capacity_rps) for place, one in found]
+            # How much longer the prompts that are let in would be than those of which there is room for so many.
+            over, under = (
+                1 - slope * (missing - sum(rate for _, _, rate in rates)) / row.offered_rps - mean
+                for rates, mean in ((longer, longer_part), (shorter, part))
+            )
+            if over >= 0:
+                break
+            if under >= 0:
+                # The mean is in between, and rates are about on a straight line.
+                share = over / (over - under)
+                return [
+                    (place, one if share >= 0.5 else other, rate + share * (less - rate))
+                    for (place, other, rate), (_, one, less) in zip(longer, shorter, strict=True)
+                ]
+            longer, longer_part = shorter, part
+        return longer
+
     def _quick(self, given: Sequence[tuple[Row, Sequence[tuple[_Place, Estimate, float]]]]) -> float:
         """What being quick is worth: less, the more of the load is left behind (`SLOW`)."""
         asked = sum(row.weight * row.offered_rps for row, _ in given)
@@ -148,7 +202,7 @@ class Appraiser:
         alone, shared = row.estimates[tp], self._beside(row, tp)
         if not alone.capacity_rps or shared is None:
             return alone
-        guarded = shared[0]
+        guarded = shared.guarded
         count = counts[tp]
         open_ones = _open_ones(count, shared)
         blend = (row.tier, tp, open_ones, count)
@@ -165,10 +219,24 @@ class Appraiser:
                 return [((tp, False), count - open_ones), ((tp, True), open_ones)]
         return [((tp, False), count)]
 
-    def _at(self, row: Row, place: _Place) -> Estimate:
+    def _at(self, row: Row, place: _Place, part: float = 1.0) -> Estimate:
+        """A tier's estimate at a place; of prompts that have in the mean this part of the tokens of all."""
         tp, is_open = place
         shared = None if is_open else self._beside(row, tp)
-        return row.estimates[tp] if shared is None else shared[0]
+        if part == 1.0:
+            return row.estimates[tp] if shared is None else shared.guarded
+        key = (row.tier, place, part)
+        if key not in self._shorter:
+            demand = row.demand
+            shorter = replace(
+                demand, prompt_tokens=part * demand.prompt_tokens, prompt_spread=part * demand.prompt_spread
+            )
+            self._shorter[key] = (
+                estimate(shorter, self.speeds[tp])
+                if shared is None or shared.tpot_ms is None
+                else estimate(shorter, self.speeds[tp], demand.terms.ttft_ms, shared.tpot_ms, own=False)
+            )
+        return self._shorter[key]
 
     def _comes_first(self, row: Row, place: _Place) -> bool:
         """The tightest tier does where room is left for it, the others where none is. What one of them leaves is
@@ -183,8 +251,7 @@ class Appraiser:
         return self._shared[key]
 
     def _beside_tighter(self, row: Row, tp: int) -> _Beside | None:
-        """A tier's estimate on an engine that leaves room for a tighter one, and what is asked for there by weight:
-        what is looser than the tightest, and all; None if no tier there is tighter."""
+        """None if no tier there is tighter."""
         own, alone = row.demand.terms, row.estimates[tp]
         there = [other for other in self.order if other.estimates[tp].capacity_rps > 0]
         tightest = min((tpot_ms_of(other) for other in there), default=math.inf)
@@ -192,10 +259,11 @@ class Appraiser:
             return None
         speed = self.speeds[tp]
         most = min(guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY, tpot_ms_of(row))
-        guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if math.isfinite(most) else alone
+        finite = math.isfinite(most)
+        guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if finite else alone
         asked = sum(other.weight * other.demand.rate_rps for other in there)
         looser = sum(other.weight * other.demand.rate_rps for other in there if tpot_ms_of(other) > tightest)
-        return guarded, looser, asked
+        return _Beside(guarded, most if finite else None, looser, asked)
 
 
 def longest_held(counts: Counts, speeds: Mapping[int, Speed]) -> int:
@@ -211,8 +279,9 @@ def tpot_ms_of(row: Row) -> float:
 
 def _open_ones(count: int, beside: _Beside) -> int:
     """Of `count` engines, those that leave no room for the tightest tier: the looser ones' share."""
-    _, looser, asked = beside
-    return min(count - 1, math.floor(count * looser / asked + 0.5)) if asked > 0 else 0
+    if beside.asked <= 0:
+        return 0
+    return min(count - 1, math.floor(count * beside.looser / beside.asked + 0.5))
 
 
 def _blended(first: Estimate, second: Estimate, share: float) -> Estimate:
