@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_adapt.policy.admission import WINDOW_MS, Job, Load, forecast, is_feasible
 from sglang_adapt.policy.demand import Demand, Terms
-from sglang_adapt.policy.efficiency import Estimate, Speed, estimate
+from sglang_adapt.policy.efficiency import Estimate, Speed, estimate, with_shorter_prompts
 from sglang_adapt.policy.limits import SAFETY, Bounds
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, Times, gpu_figures
 
@@ -141,3 +141,20 @@ def test_prompts_that_are_cut_cost_more() -> None:
     cut = estimate(Demand(Terms("t", 1.0, 5000, 14), 1.0, 4000, 50), speed)
     # 14 ms leave about 5 ms x 4 steps for each part: 10 ms of it are lost each time.
     assert 0 < cut.capacity_rps < 0.6 * whole.capacity_rps
+
+
+@given(
+    st.sampled_from((1, 2, 4)), st.integers(200, 4000), st.integers(20, 800), st.integers(8, 60), st.floats(0.3, 1.0)
+)
+def test_shorter_prompts_are_about_as_many_as_if_estimated_anew(
+    tp: int, prompt: int, output: int, tpot: int, part: float
+) -> None:
+    asked = Demand(Terms("a", 1.0, 1000, tpot), 1.0, prompt, output)
+    found = estimate(asked, h100(tp))
+    assume(found.capacity_rps > 0)
+    shorter = replace(asked, prompt_tokens=part * prompt)
+    anew, known = estimate(shorter, h100(tp)), with_shorter_prompts(found, shorter, h100(tp), tpot)
+    assert found.capacity_rps <= known.capacity_rps
+    assert 0.8 * anew.capacity_rps <= known.capacity_rps <= 1.2 * anew.capacity_rps
+    assert known.rates_rps[-1] == pytest.approx(known.capacity_rps)
+    assert known.times_ms == found.times_ms

@@ -21,7 +21,7 @@ from sglang_adapt.policy.planner import LINGER, STARVED, plan
 from sglang_adapt.policy.price import Price, Running
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
 from sglang_adapt.policy.situation import CALM, History, Plan, Situation, Trigger
-from sglang_adapt.policy.worth import Appraiser, Row
+from sglang_adapt.policy.worth import Appraiser, Counts, Row
 
 CHEAP = Price(fixed_ms=20.0, bytes_per_s=1e11)
 
@@ -161,6 +161,33 @@ def test_a_burst_of_the_tightest_tier_leaves_the_looser_ones_their_engines() -> 
     assert crowded["loose"] >= 0.9 * Appraiser([row(loose, 40.0)], shared.speeds).worth({2: 1}).carried_rps["loose"]
     # One engine for both: the tightest tier is first.
     assert Appraiser([row(loose, 40.0), row(burst, 400.0)], shared.speeds).worth({4: 1}).carried_rps["loose"] == 0
+
+
+def test_under_more_load_than_there_is_room_for_short_prompts_are_let_in() -> None:
+    """So more requests are carried the more their prompts differ; below that load it makes no difference."""
+
+    def carried(rate: float, spread: float) -> float:
+        asked = replace(demand(rate, "all", 300, 12), prompt_spread=spread)
+        return Appraiser([row(asked, rate)], {one.tp: one for one in SPEEDS}).worth({1: 4}).carried_rps["all"]
+
+    least = carried(500.0, 0.0)
+    assert least < 100
+    assert least < 0.95 * carried(500.0, 0.5) < 0.95 * carried(500.0, 1.0)
+    # Less left out: prompts are nearer to the mean.
+    assert least < carried(1.2 * least, 1.0) < carried(500.0, 1.0)
+    few = 0.5 * least
+    assert carried(few, 2.0) == carried(few, 0.0) == pytest.approx(few)
+
+
+@given(st.floats(1, 200), st.floats(1, 200), st.floats(0, 3), st.sampled_from([{1: 4}, {2: 2}, {4: 1}, {1: 2, 2: 1}]))
+def test_no_more_is_carried_than_is_asked_for(
+    strict_rps: float, loose_rps: float, spread: float, counts: Counts
+) -> None:
+    asked = [demand(strict_rps, "strict", 300, 9), demand(loose_rps, "loose", 1000, 30)]
+    rows = [row(replace(one, prompt_spread=spread), one.rate_rps) for one in asked]
+    carried = Appraiser(rows, {one.tp: one for one in SPEEDS}).worth(counts).carried_rps
+    for one in rows:
+        assert 0 <= carried[one.tier] <= one.offered_rps * (1 + 1e-9)
 
 
 def test_long_requests_that_run_are_not_counted_twice() -> None:

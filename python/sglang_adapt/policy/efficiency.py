@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_adapt.policy.admission import WINDOW_MS, prompts_ms
 from sglang_adapt.policy.demand import Demand
@@ -211,3 +211,27 @@ def estimate(
             rates, times = (*found.rates_rps, rate), (*found.times_ms, ttft + (engine.output - 1) * tpot)
             found = Estimate(speed.tp, rate, ttft, tpot, there, rates, times)
     return found
+
+
+def with_shorter_prompts(found: Estimate, demand: Demand, speed: Speed, tpot_ms: float | None) -> Estimate:
+    """The estimate `found`, if prompts were shorter: of how many requests a second, in about the same times.
+
+    Args:
+        found: with a capacity.
+        demand: the same with shorter prompts.
+        speed: of the engine.
+        tpot_ms: the target of which `found` is.
+    """
+    engine = _Engine(demand, speed, demand.terms.ttft_ms, tpot_ms)
+    low, high = found.batch, engine.most
+    if tpot_ms is not None:
+        engine.cut(low)
+    while low < high and engine.fits(min(2 * low, high)):
+        low = min(2 * low, high)
+    high = min(2 * low, high)
+    for _ in range(_HALVINGS - 1):
+        middle = (low + high) / 2
+        low, high = (middle, high) if engine.fits(middle) else (low, middle)
+    rate = max(found.capacity_rps, engine.at(low)[0])
+    rates = tuple(each * rate / found.capacity_rps for each in found.rates_rps)
+    return replace(found, capacity_rps=rate, batch=low, rates_rps=rates)

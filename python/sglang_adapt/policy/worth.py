@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from sglang_adapt.policy.admission import guarded_by_ms
 from sglang_adapt.policy.demand import Demand
-from sglang_adapt.policy.efficiency import Estimate, Speed, estimate
+from sglang_adapt.policy.efficiency import Estimate, Speed, estimate, with_shorter_prompts
 from sglang_adapt.policy.limits import SAFETY
 
 QUICK = 0.5
@@ -51,20 +52,20 @@ class Row:
     offered_rps: float
     estimates: Mapping[int, Estimate]
 
-    @property
+    @cached_property
     def tier(self) -> str:
         return self.demand.terms.tier
 
-    @property
+    @cached_property
     def weight(self) -> float:
         return self.demand.terms.weight
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """TP sizes at which its targets can be met."""
         return tuple(tp for tp, one in self.estimates.items() if one.capacity_rps > 0)
 
-    @property
+    @cached_property
     def alone_ms(self) -> float:
         """The least time of a request."""
         return min(one.alone_ms for one in self.estimates.values())
@@ -227,15 +228,10 @@ class Appraiser:
             return row.estimates[tp] if shared is None else shared.guarded
         key = (row.tier, place, part)
         if key not in self._shorter:
-            demand = row.demand
-            shorter = replace(
-                demand, prompt_tokens=part * demand.prompt_tokens, prompt_spread=part * demand.prompt_spread
-            )
-            self._shorter[key] = (
-                estimate(shorter, self.speeds[tp])
-                if shared is None or shared.tpot_ms is None
-                else estimate(shorter, self.speeds[tp], demand.terms.ttft_ms, shared.tpot_ms, own=False)
-            )
+            asked, known = row.demand, self._at(row, place)
+            shorter = replace(asked, prompt_tokens=part * asked.prompt_tokens, prompt_spread=part * asked.prompt_spread)
+            target = asked.terms.tpot_ms if shared is None or shared.tpot_ms is None else shared.tpot_ms
+            self._shorter[key] = with_shorter_prompts(known, shorter, self.speeds[tp], target)
         return self._shorter[key]
 
     def _comes_first(self, row: Row, place: _Place) -> bool:
