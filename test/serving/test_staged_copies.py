@@ -21,8 +21,8 @@ pytestmark = pytest.mark.engine
 
 ONES, TWO = "tp1@0,tp1@1", "tp2@0-1"
 SPLIT, OTHER_SPLIT = "tp1@0:prefill,tp1@1:decode", "tp1@0:decode,tp1@1:prefill"
-WITHOUT_KEEPER = ("is up; one is being restarted, so try again shortly", "is up; try again shortly")
-"""All engines go with the only keeper: what the router says of it, and the front as soon as it knows."""
+WITHOUT_KEEPER = ("is up; try again shortly",)
+"""All engines go with the only keeper."""
 EXPECTED = dict[str, tuple[dict[str, Any], Answer]]
 
 

@@ -272,3 +272,9 @@ decode_router_to_front = msgspec.msgpack.Decoder(RouterToFront).decode
 
 decode_engine_call = msgspec.msgpack.Decoder(EngineCall).decode
 decode_engine_reply = msgspec.msgpack.Decoder(EngineReply | EngineNotice).decode
+
+
+def no_engine_is_up(layout: object) -> str:
+    """Why a request is turned away while the engines of a layout are down and come back: the front says it as soon as
+    it knows, and the router of what has passed the front by then."""
+    return f"no engine of layout {layout} is up; try again shortly"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Protocol
 
-from sglang_adapt.core.messages import RouterStatus
+from sglang_adapt.core.messages import RouterStatus, no_engine_is_up
 from sglang_adapt.front.early import EarlyRefusals
 from sglang_adapt.front.error_form import formed
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal
@@ -286,7 +286,7 @@ class AdaptLayer:
             if all(engine.state == "failed" for engine in active):
                 text = f"the server has given up all engines of layout {status.layout}, which died too often"
                 return Refusal(503, "no_engine", f"{text}; its log says why; start the server again")
-            return Refusal(503, "no_engine", f"no engine of layout {status.layout} is up; try again shortly")
+            return Refusal(503, "no_engine", no_engine_is_up(status.layout))
         return None
 
     def _serves(self, status: RouterStatus) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import zmq
 
 from sglang_adapt.core.layout import Layout, Role
-from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest
+from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, no_engine_is_up
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
@@ -405,8 +405,7 @@ class Router:
                 self.journal.setdefault(rid, Entry(data, tokens))
                 return
             if engine is None:
-                why = f"no engine of layout {self.layout} is up; one is being restarted, so try again shortly"
-                self._refuse(rid, wire.encode_unavailable(rid, why))
+                self._refuse(rid, wire.encode_unavailable(rid, no_engine_is_up(self.layout)))
                 return
             self._out.placing(rid, engine)
             if self._send(engine, data):
