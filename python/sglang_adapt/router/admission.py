@@ -237,7 +237,8 @@ class Admission:
                 return first, decision.engine
         rid = first or held.first()
         job = self._job_of(self._records[rid])
-        late = first is None and job.ttft_ms is not None
+        # Late work leaves room for what comes in time, as long as anything comes.
+        late = first is None and job.ttft_ms is not None and not self._expected.is_quiet()
         at = room_for(job, loads, self._expected.spare_ms(), self._turn, late=late)
         if at is None:
             # What is behind it in its own queue waits for it; background work behind best effort does, too.

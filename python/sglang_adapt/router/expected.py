@@ -12,6 +12,8 @@ _EXPECTED_MS = 10_000.0
 """A tier that has had a request in this time is expected to have another one, for which room is left."""
 _RESERVE_MS = 200.0
 """So often is decided anew which engines leave room for a tight tier."""
+_QUIET_MS, _QUIET_GAPS = 1_000.0, 5.0
+"""Nothing comes any more if nothing has for so long, and for so many times as long as between requests before."""
 _SPARE_OF_TTFT = 0.5
 """Work without a promise may put prompts before the next feasible request for this part of the smallest TTFT target of
 the tiers that are expected."""
@@ -52,6 +54,14 @@ class Expected:
         """Prompts without a promise that may be before the next one with a promise; infinite if none is expected."""
         targets = (tier.ttft_ms for tier in self._expected())
         return _SPARE_OF_TTFT * min((target for target in targets if target is not None), default=math.inf)
+
+    def is_quiet(self) -> bool:
+        """Has a load ended: has no request with or without targets come for much longer than before?"""
+        if not self._asked:
+            return True
+        last = max(at for _, at in self._asked.values())
+        gap_ms = _EXPECTED_MS / sum(self._rate(tier, last) for tier in self._asked)
+        return self._clock_ms() - last > max(_QUIET_MS, _QUIET_GAPS * gap_ms)
 
     def guards(self, engines: Sequence[str]) -> Mapping[str, float]:
         """TPOT targets by engine, of all that serve, for which looser work leaves room there."""
