@@ -25,6 +25,8 @@ from sglang_adapt.upstream.environment import LIBRARY_FOLDERS, STOCK_ENVIRONMENT
 
 EXIT_FAULT = 1
 EXIT_USAGE = 2
+_NOT_SEEN = 255
+"""What multiprocessing says of a process whose forkserver has died."""
 _KILL_WAIT_S = 10.0
 
 
@@ -47,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str], start_method: str, reloads: bool) -> int:
     adopt_orphans()
-    if reloads:
-        # Until there is a front to pass it on to; processes that are started meanwhile inherit this.
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Until there is a front to pass it on to; processes that are started meanwhile inherit this. So a terminal that is
+    # closed reaches this process alone.
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN) is signal.SIG_IGN
     try:
         run_dir = make_run_dir()
     except OSError as error:
@@ -73,10 +75,16 @@ def _run(argv: list[str], start_method: str, reloads: bool) -> int:
         stopping.pass_to(front.pid)
         if reloads:
             stopping.pass_reloads()
+        elif not ignored:
+            stopping.stop_at_hangup()
         front.join()
         code = front.exitcode or 0
         if stopping.asked and code in (0, -signal.SIGTERM, -signal.SIGKILL):
             return 0
+        if code == _NOT_SEEN:
+            # All are its children, so none is left to serve.
+            print("error: the forkserver ended, from which all processes come; all are ended", file=sys.stderr, flush=True)
+            return EXIT_FAULT
         if code < 0:
             why = ""
             if code == -signal.SIGKILL:
@@ -137,6 +145,10 @@ class _Stopping:
     def pass_reloads(self) -> None:
         """Pass SIGHUP on, upon which the front reads the tiers again."""
         signal.signal(signal.SIGHUP, lambda signum, frame: self._forward(signal.SIGHUP))
+
+    def stop_at_hangup(self) -> None:
+        """A terminal that is closed ends the server as SIGTERM does."""
+        signal.signal(signal.SIGHUP, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         again, self.asked = self.asked, True

@@ -9,7 +9,7 @@ import pytest
 from router_fakes import World
 from sglang.srt.managers import io_struct
 
-from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
+from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError, NotSentError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.repair import Repair
 
@@ -33,7 +33,7 @@ class Scene:
             requests.append((message.rid, request["output_ids"]))
         self.calls.append((engine, requests))
         if (error := self.failures.pop(engine, None)) is not None:
-            if isinstance(error, EngineGoneError):
+            if isinstance(error, EngineGoneError) and not isinstance(error, NotSentError):
                 self.die(engine)
             raise error
         return [{"taken": len(requests)}]
@@ -118,6 +118,31 @@ def test_an_engine_that_does_not_take_them_is_not_the_last_word(error: Exception
         assert len(scene.calls) == 2
         assert scene.world.tokenizer == []
         assert not scene.world.router.stranded.in_flight
+
+    run(work())
+
+
+def test_an_engine_that_takes_no_messages_is_asked_again_and_is_no_death() -> None:
+    """As one that has died in the same moment, of which that is not known yet: it would use up the request's engines
+    within a millisecond."""
+
+    async def work() -> None:
+        scene = Scene()
+        scene.world.request("a")
+        scene.world.tokens("tp1@0", "a", [100], 1)
+        scene.failures["tp1@1"] = NotSentError("does not take messages")
+        scene.die("tp1@0")
+        await scene.settle()
+        for asked in range(2, 6):
+            assert scene.world.router.journal["a"].deaths == 1
+            assert list(scene.world.router.stranded.in_flight) == ["a"] and scene.world.tokenizer == []
+            if asked < 5:
+                scene.failures["tp1@1"] = NotSentError("does not take messages")
+            async with asyncio.timeout(5):
+                while len(scene.calls) < asked:
+                    await asyncio.sleep(0.001)
+            await scene.settle()
+        assert list(scene.world.engine("tp1@1").in_flight) == ["a"]
 
     run(work())
 

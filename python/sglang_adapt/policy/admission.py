@@ -35,7 +35,7 @@ WINDOW_MS = 2000.0
 """Over this time the share of prompts in an engine's time is reckoned."""
 _MOST_SHARE = 0.95
 _LOAD_STEP = 0.1
-"""Loads that differ by less count as equal, so that cached prefixes decide."""
+"""Loads that differ by less count as equal, so that cached prefixes decide, and then which engine has fewest requests."""
 
 
 _UNBOUNDED = Bounds(1, 1 << 30, 1 << 30)
@@ -326,7 +326,7 @@ def admit(job: Job, loads: Sequence[Load], *, reject: bool, waiting: int, queue_
         return Decision(Outcome.BEST_EFFORT)
     seen = [(forecast(job, load), load) for load in loads]
     feasible = [
-        (_is_elsewhere(job, load), _load(job, found), -load.cached, at)
+        (_is_elsewhere(job, load), _load(job, found), -load.cached, load.requests, at)
         for at, (found, load) in enumerate(seen)
         if _fits(job, load, found)
     ]

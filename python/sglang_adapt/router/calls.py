@@ -39,6 +39,10 @@ class EngineGoneError(EngineCallError):
     """The engine died before it answered, or does not run."""
 
 
+class NotSentError(EngineGoneError):
+    """The engine was not asked: it is down, being started, about to be found dead, or takes no messages now."""
+
+
 class EngineCalls:
     """The calls under way, of all engines.
 
@@ -81,7 +85,7 @@ class EngineCalls:
             timeout_s: how long to wait, in seconds; None: as long as such a call may take.
 
         Raises:
-            CallRefusedError, CallBrokenError, EngineGoneError: see there.
+            CallRefusedError, CallBrokenError, NotSentError, EngineGoneError: see there.
         """
         return await self.begin(engine, name, payload, epoch, timeout_s)
 
@@ -93,13 +97,13 @@ class EngineCalls:
         Returns what is to be awaited, once, for the answers; all errors come from there.
         """
         if not self._is_up(engine):
-            return _failed(EngineGoneError(f"{engine}: {name} was not sent: the engine is down, or being started"))
+            return _failed(NotSentError(f"{engine}: {name} was not sent: the engine is down, or being started"))
         call, sent_s = EngineCall(next(self._ids), epoch, name, payload), monotonic()
         future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
         try:
             self._send(engine, wire.encode_call(call))
         except zmq.Again:
-            return _failed(EngineGoneError(f"{engine}: {name} was not sent: the engine does not take messages"))
+            return _failed(NotSentError(f"{engine}: {name} was not sent: the engine does not take messages"))
         self._open[call.id] = (engine, call, future)
         if timeout_s is None:
             timeout_s = CALL_TIMEOUTS_S.get(name, CALL_TIMEOUT_S)

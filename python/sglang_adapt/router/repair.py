@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_adapt.router.calls import CallBrokenError, EngineCallError
+from sglang_adapt.router.calls import CallBrokenError, EngineCallError, NotSentError
 from sglang_adapt.router.engine import Engine
 from sglang_adapt.router.journal import Entry
 from sglang_adapt.router.pools import Call
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 32
 """Requests in one call."""
+_AGAIN_S = 0.05
+"""An engine that takes no messages is asked again after so long: it is seen to be dead by then, or takes them."""
 
 
 class Repair:
@@ -60,25 +62,32 @@ class Repair:
                 if rid in router.stranded.in_flight and not router.journal[rid].ids:
                     router.send_again(rid)
             rids = [rid for rid in rids if rid in router.stranded.in_flight and router.journal[rid].ids]
-            if rids:
-                await self._recover(rids, placed[0][1])
+            if rids and not await self._recover(rids, placed[0][1]):
+                asyncio.get_running_loop().call_later(_AGAIN_S, self.wake)
+                return
 
-    async def _recover(self, rids: list[str], engine: Engine) -> None:
-        """Hand requests that have tokens to an engine."""
+    async def _recover(self, rids: list[str], engine: Engine) -> bool:
+        """Hand requests that have tokens to an engine. Returns whether it was asked at all."""
         entries = {rid: self._router.journal[rid] for rid in rids}
         # They are the engine's from here on: if it dies, or ends one of them, that is seen as for any other.
         self._router.take_up(engine, rids)
         payload = {"requests": [_request(entry) for entry in entries.values()]}
         try:
             await self._call(engine.name, "recover", payload, self._epoch())
+        except NotSentError as error:
+            # None of them has lost an engine by this.
+            logger.warning("%s was not told to go on with %d requests, which wait: %s", engine.name, len(rids), error)
+            self._router.take_back(engine, rids)
+            return False
         except EngineCallError as error:
             logger.error("%s did not go on with %d requests: %s", engine.name, len(rids), error)
             if isinstance(error, CallBrokenError):
                 self._kill(engine, str(error))
             else:
                 self._router.strand(engine, rids, str(error))
-            return
+            return True
         logger.info("%s goes on with %d requests from their tokens", engine.name, len(rids))
+        return True
 
 
 def _request(entry: Entry) -> dict[str, Any]:

@@ -205,6 +205,10 @@ class Router:
         patient = rid in self.long.patient and self.accepting
         return self._serving.may_hold(rid, waits=self.long.may_bind or patient)
 
+    def take_back(self, holder: Engine, rids: Iterable[str]) -> None:
+        """Requests that an engine was to go on with have not been sent to it: they wait as before."""
+        self.places.hand_over(holder, self.stranded, [rid for rid in rids if rid in holder.in_flight])
+
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
         """Requests have lost their engine; `repair.Repair` places them. One that has lost too many ends with a 503."""
         there = [rid for rid in rids if rid in holder.in_flight]

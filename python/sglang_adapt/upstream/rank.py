@@ -28,6 +28,7 @@ from sglang_adapt.upstream.patch import PATCHES, LookForNoMethods, Patch, look_f
 from sglang_adapt.upstream.profiles import EngineInNamesOfProfiles, name_profiles
 from sglang_adapt.upstream.rank_link import MessagesByRankLink
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
+from sglang_adapt.upstream.token_ids_logprobs import NoNamedTokensIsATensorToo
 from sglang_adapt.weights import WeightsHandle
 
 
@@ -116,6 +117,7 @@ RANK_PATCHES: tuple[type[Patch], ...] = (
     *LATE_GRAPH_PATCHES,
     *LIMIT_PATCHES,
     SomeTokenMayCome,
+    NoNamedTokensIsATensorToo,
 )
 
 
