@@ -83,7 +83,9 @@ def _run(argv: list[str], start_method: str, reloads: bool) -> int:
             return 0
         if code == _NOT_SEEN:
             # All are its children, so none is left to serve.
-            print("error: the forkserver ended, from which all processes come; all are ended", file=sys.stderr, flush=True)
+            print(
+                "error: the forkserver ended, from which all processes come; all are ended", file=sys.stderr, flush=True
+            )
             return EXIT_FAULT
         if code < 0:
             why = ""

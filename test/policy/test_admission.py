@@ -101,6 +101,8 @@ def test_least_load_wins_and_a_cached_prefix_decides_between_equals() -> None:
     same = Load("same", H100, cached=100)
     assert admit(LOOSE, [warm, same], reject=False, waiting=0, queue_limit=9).engine == "same"
     assert admit(LOOSE, [warm, Load("other", H100)], reject=False, waiting=0, queue_limit=9).engine == "warm"
+    few = [Load("two", H100, 2, context=200.0), Load("one", H100, 1, context=100.0)]
+    assert admit(LOOSE, few, reject=False, waiting=0, queue_limit=9).engine == "one"
 
 
 def test_background_waits_and_a_full_queue_refuses() -> None:

@@ -189,25 +189,36 @@ def test_sigterm_to_all_processes_drains(single: Server) -> None:
     assert left(files) == []
 
 
-def test_drain_timeout_ends_requests_with_an_error(start_by_command: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("sig", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGHUP])
+def test_drain_timeout_ends_requests_with_an_error(
+    start_by_command: Callable[..., Server], sig: signal.Signals
+) -> None:
     server = start_by_command("impatient", "--adapt-virtual-gpus", "1", "--adapt-drain-timeout", "0.2")
     results: list[httpx.Response] = []
     thread = in_background(server, LONG, results)
     until(lambda: any(e["in_flight"] for e in engines(server).values()), 10, "the request runs")
-    # Ctrl-C goes to every process of the foreground group.
-    os.killpg(server.pid, signal.SIGINT)
+    # Ctrl-C goes to every process of the foreground group, and so does a hang-up of its terminal.
+    os.killpg(server.pid, sig)
     thread.join(180)
     assert results[0].status_code == 503
     assert "shut down before this request was done" in results[0].text
     assert server.wait(180) == 0
 
 
-@pytest.mark.parametrize("title", ["sglang_adapt::router", pytest.param("sglang::detokenizer", marks=pytest.mark.full)])
-def test_death_of_a_central_process_ends_the_server(single: Server, title: str) -> None:
+@pytest.mark.parametrize(
+    ("title", "told"),
+    [
+        ("sglang_adapt::router", "error: "),
+        pytest.param("sglang::detokenizer", "error: ", marks=pytest.mark.full),
+        pytest.param("sglang_adapt::forkserver", "error: the forkserver ended", marks=pytest.mark.full),
+    ],
+)
+def test_death_of_a_central_process_ends_the_server(single: Server, title: str, told: str) -> None:
     files = files_of(single)
     started = session_of(single)
     os.kill(named(single, title), signal.SIGKILL)
-    assert single.wait(180) != 0
+    assert single.wait(180) == 1
+    assert told in single.log.read_text()
     assert not [process for process in started if process.is_running()]
     assert left(files) == []
 

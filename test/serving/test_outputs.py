@@ -151,6 +151,29 @@ def test_logprobs_equal_stock(ours: Callable[[str], Server], stock: Server) -> N
     assert [value for value, *_ in got] == pytest.approx([value for value, *_ in want], abs=1e-5)
 
 
+def test_log_probabilities_of_named_tokens_beside_requests_that_name_none(ours: Callable[[str], Server]) -> None:
+    """In one batch, which a long prompt before them lets come about."""
+    named = {"text": "The dog", "sampling_params": GREEDY, "return_logprob": True, "token_ids_logprob": [5, 6]}
+    plain = {"text": "The cat", "sampling_params": GREEDY}
+    server = ours("tp2")
+    alone = generate(server, **named).json()["meta_info"]["output_token_ids_logprobs"]
+
+    def ask(number: int) -> Any:
+        return generate(server, **(named if number % 2 else plain)).json()
+
+    with ThreadPoolExecutor(13) as pool:
+        before = pool.submit(generate, server, input_ids=[5] * 3000, sampling_params=GREEDY)
+        answers = list(pool.map(ask, range(12)))
+        assert before.result().status_code == 200
+    for number, answer in enumerate(answers):
+        assert len(answer["output_ids"]) == GREEDY["max_new_tokens"]
+        if number % 2:
+            found = answer["meta_info"]["output_token_ids_logprobs"]
+            assert [[i for _, i, *_ in step] for step in found] == [[5, 6]] * len(answer["output_ids"])
+            values = [[value for value, *_ in step] for step in found]
+            assert values == [pytest.approx([value for value, *_ in step], abs=1e-5) for step in alone]
+
+
 def test_structured_output(ours: Callable[[str], Server]) -> None:
     schema = {
         "type": "object",

@@ -35,7 +35,7 @@ WINDOW_MS = 2000.0
 """Over this time the share of prompts in an engine's time is reckoned."""
 _MOST_SHARE = 0.95
 _LOAD_STEP = 0.1
-"""Loads that differ by less count as equal, so that cached prefixes decide, and then which engine has fewest requests."""
+"""Loads that differ by less count as equal, so that cached prefixes decide, and then which has the fewest requests."""
 
 
 _UNBOUNDED = Bounds(1, 1 << 30, 1 << 30)
