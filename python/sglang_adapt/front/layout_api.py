@@ -178,7 +178,7 @@ async def _answered(asked: Awaitable[LayoutAnswer]) -> Answer:
     except LinkClosedError as error:
         return refuse(503, "draining", str(error))
     if answer.status != 200:
-        return refuse(answer.status, answer.body["code"], answer.body["message"])
+        return refuse(answer.status, answer.body["code"], answer.body["message"], answer.body.get("param"))
     return 200, json.dumps(answer.body).encode()
 
 

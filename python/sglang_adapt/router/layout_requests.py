@@ -78,4 +78,4 @@ async def _what_if(manager: Manager, router: Router, rates: dict[str, float] | N
     except OrderRefusedError as error:
         return 409, {"code": "no_planner", "message": str(error)}
     except KeyError as error:
-        return 400, {"code": "unknown_tier", "message": str(error.args[0])}
+        return 400, {"code": "unknown_tier", "message": str(error.args[0]), "param": "rates"}
