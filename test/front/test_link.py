@@ -12,10 +12,11 @@ import zmq
 import zmq.asyncio
 
 from sglang_adapt.core import messages
-from sglang_adapt.core.messages import AdmitRequest
+from sglang_adapt.core.messages import AdmitRequest, RouterStatus
 from sglang_adapt.core.slo import BUILT_IN, Terms
 from sglang_adapt.front.link import LinkClosedError, RouterLink
 
+STATUS = RouterStatus("tp1@0", [])
 REQUEST = AdmitRequest(1, Terms("standard", 1.0, 1.0), 5, None, 0.0)
 
 
@@ -60,5 +61,48 @@ def test_nothing_is_asked_once_the_router_has_ended(tmp_path: Path) -> None:
             assert await refused(asked)
         assert await link.ask() is None
         await link.give_back(1)
+
+    asyncio.run(run())
+
+
+def test_a_router_that_says_nothing_is_silent_but_time_in_which_nobody_ran_does_not_count(tmp_path: Path) -> None:
+    """As on a machine that was suspended: the router's next status is a second away."""
+
+    async def run() -> None:
+        endpoint = f"ipc://{tmp_path}/control"
+        link = RouterLink(endpoint)
+        link.open()
+        router = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        router.connect(endpoint)
+
+        async def heard() -> None:
+            await router.send(messages.encode(STATUS))
+            async with asyncio.timeout(5):
+                while link.status is None:
+                    await asyncio.sleep(0.001)
+
+        await heard()
+        link._not_heard(60.0)
+        assert link.status == STATUS
+        for _ in range(9):
+            link._not_heard(0.5)
+        assert link.status is None
+        await heard()
+        link.close()
+        router.close(linger=0)
+
+    asyncio.run(run())
+
+
+def test_silence_is_counted_while_the_link_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_adapt.front.link._TICK_S", 0.001)
+
+    async def run() -> None:
+        link = RouterLink(f"ipc://{tmp_path}/control")
+        link.open()
+        async with asyncio.timeout(5):
+            while link._silent_s < 0.003:
+                await asyncio.sleep(0.001)
+        link.close()
 
     asyncio.run(run())

@@ -490,6 +490,7 @@ def test_parts_of_long_prompts_go_ahead(server: Server, total: dict[int, int]) -
         before, gone = ahead(), [{**ENDLESS, "input_ids": prompt(900, seed), "rid": f"gone{seed}"} for seed in (60, 61)]
         left: list[httpx.Response] = []
         leaving = [in_background(server, body, left) for body in gone]
+        until(lambda: in_flight(server) == 2, "they have come")
         with ThreadPoolExecutor(len(prompts)) as pool:
             answers = [pool.submit(ask, server, body) for body in prompts]
             for body in gone:

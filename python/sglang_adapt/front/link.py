@@ -25,6 +25,9 @@ LAYOUT_TIMEOUT_S = 40.0
 """How long the engines may take to say what they have: longer than the router waits for each."""
 SILENT_AFTER_S = 5.0
 """The router sends its status every second; after this long without one it counts as silent."""
+_TICK_S = 0.5
+"""So often this process counts how long it has not heard of the router: time in which it did not run itself, as on a
+machine that was suspended, says nothing of the router."""
 
 
 class LinkClosedError(RuntimeError):
@@ -53,7 +56,8 @@ class RouterLink:
         self._task: asyncio.Task[None] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._status: RouterStatus | None = None
-        self._heard_at = 0.0
+        self._silent_s = 0.0
+        self._ticking: asyncio.TimerHandle | None = None
         self._heard = asyncio.Event()
         self._ids = itertools.count(1)
         self._layout_answers: dict[int, asyncio.Future[LayoutAnswer]] = {}
@@ -64,12 +68,15 @@ class RouterLink:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self._endpoint)
         self._task = asyncio.get_running_loop().create_task(self._receive(self._socket))
+        self._tick(time.monotonic())
 
     def close(self) -> None:
         """The router has ended: whoever waits for an answer, or asks from now on, is told so."""
         if self._socket is None or self._task is None:
             return
         self._task.cancel()
+        if self._ticking is not None:
+            self._ticking.cancel()
         self._socket.close(linger=0)
         self._socket = None
         waiting: list[asyncio.Future[Any]] = [*self._layout_answers.values(), *self._admissions.values()]
@@ -78,6 +85,14 @@ class RouterLink:
                 future.set_exception(_closed())
                 # Known, also if its asker is still sending.
                 future.exception()
+
+    def _not_heard(self, elapsed_s: float) -> None:
+        self._silent_s += min(elapsed_s, 2 * _TICK_S)
+
+    def _tick(self, before_s: float) -> None:
+        now_s = time.monotonic()
+        self._not_heard(now_s - before_s)
+        self._ticking = asyncio.get_running_loop().call_later(_TICK_S, self._tick, now_s)
 
     async def _send(self, message: messages.FrontToRouter) -> None:
         """Raises LinkClosedError."""
@@ -108,16 +123,14 @@ class RouterLink:
                 self._on_report(message)
                 continue
             self._status = message
-            self._heard_at = time.monotonic()
+            self._silent_s = 0.0
             self._on_status(message)
             self._heard.set()
 
     @property
     def status(self) -> RouterStatus | None:
         """The router's last status; None before the first and when the router has been silent too long."""
-        if self._status is not None and time.monotonic() - self._heard_at > SILENT_AFTER_S:
-            return None
-        return self._status
+        return None if self._silent_s > SILENT_AFTER_S else self._status
 
     async def ask(self) -> RouterStatus | None:
         """The router's status as it is now; None if it does not answer in `SILENT_AFTER_S`, or has ended."""
