@@ -20,6 +20,16 @@ STATUS = RouterStatus("tp1@0", [])
 REQUEST = AdmitRequest(1, Terms("standard", 1.0, 1.0), 5, None, 0.0)
 
 
+def linked(folder: Path) -> tuple[RouterLink, zmq.asyncio.Socket]:
+    """An open link, and a router's end of it."""
+    endpoint = f"ipc://{folder}/control"
+    link = RouterLink(endpoint)
+    link.open()
+    router = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+    router.connect(endpoint)
+    return link, router
+
+
 async def refused(asked: Awaitable[Any]) -> bool:
     with pytest.raises(LinkClosedError, match="shutting down"):
         await asyncio.wait_for(asked, 5)
@@ -28,11 +38,7 @@ async def refused(asked: Awaitable[Any]) -> bool:
 
 def test_who_waits_when_the_router_ends_is_told_so(tmp_path: Path) -> None:
     async def run() -> None:
-        endpoint = f"ipc://{tmp_path}/control"
-        link = RouterLink(endpoint)
-        link.open()
-        router = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        router.connect(endpoint)
+        link, router = linked(tmp_path)
         waiting = [
             asyncio.create_task(refused(asked))
             for asked in (link.switch("tp2@0-1", "auto", "test"), link.layout(), link.admit(REQUEST))
@@ -69,11 +75,7 @@ def test_a_router_that_says_nothing_is_silent_but_time_in_which_nobody_ran_does_
     """As on a machine that was suspended: the router's next status is a second away."""
 
     async def run() -> None:
-        endpoint = f"ipc://{tmp_path}/control"
-        link = RouterLink(endpoint)
-        link.open()
-        router = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        router.connect(endpoint)
+        link, router = linked(tmp_path)
 
         async def heard() -> None:
             await router.send(messages.encode(STATUS))
