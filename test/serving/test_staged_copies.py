@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 ONES, TWO = "tp1@0,tp1@1", "tp2@0-1"
 SPLIT, OTHER_SPLIT = "tp1@0:prefill,tp1@1:decode", "tp1@0:decode,tp1@1:prefill"
-WITHOUT_KEEPER = ("is up; try again shortly",)
+WITHOUT_KEEPER = "is up; try again shortly"
 """All engines go with the only keeper."""
 EXPECTED = dict[str, tuple[dict[str, Any], Answer]]
 
@@ -96,7 +96,7 @@ def test_a_death_in_a_switch_loses_nothing(
     with traffic(staged, expected, leave=False) as clients:
         until(lambda: in_flight(staged) >= 6, "requests run")
         [keeper] = keepers(staged)
-        clients.refusals = WITHOUT_KEEPER if victim == "keeper" else ()
+        clients.refusal = WITHOUT_KEEPER if victim == "keeper" else None
         pid = keeper if victim == "keeper" else engines_of(staged)[victim]["pids"][-1]
         answers: list[httpx.Response] = []
         switching = threading.Thread(target=lambda: answers.append(switch(staged, TWO, "migrate")))
@@ -121,7 +121,7 @@ def test_a_death_while_requests_are_handed_over_loses_nothing(
         count = handed_over(staged)
         until(lambda: handed_over(staged) > count + 4, "requests are handed over")
         [keeper] = keepers(staged)
-        clients.refusals = WITHOUT_KEEPER if victim == "keeper" else ()
+        clients.refusal = WITHOUT_KEEPER if victim == "keeper" else None
         os.kill(keeper if victim == "keeper" else engines_of(staged)[victim]["pids"][-1], signal.SIGKILL)
         until(lambda: any(e["state"] != "ready" for e in engines_of(staged).values()), "the death is seen")
         until(lambda: all(e["state"] == "ready" for e in engines_of(staged).values()), "all engines are back")

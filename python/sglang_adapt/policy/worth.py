@@ -81,7 +81,7 @@ class _Beside:
 
     Attributes:
         guarded: its estimate on an engine that leaves room for the tighter one.
-        tpot_ms: the target that it has there; None: its own targets.
+        tpot_ms: the target that it has there; None if there is none.
         looser, asked: what is asked for there by weight: what is looser than the tightest, and all.
     """
 
@@ -169,25 +169,27 @@ class Appraiser:
         what comes, and more requests are: the more, the more prompts differ.
         """
         slope = _CHOICE * row.demand.prompt_spread
-        longer, longer_part = list(room), 1.0
-        for part in _PARTS if slope > 0 else ():
-            found = [(place, self._at(row, place, part)) for place, _, _ in room]
+
+        def off(rates: Sequence[tuple[_Place, Estimate, float]], part: float) -> float:
+            """How far the mean prompt that is let in is above `part` of all, if so many are let in as `rates` say."""
+            return 1 - slope * (missing - sum(rate for _, _, rate in rates)) / row.offered_rps - part
+
+        longer = list(room)
+        above = off(longer, 1.0)
+        if above >= 0:
+            return longer
+        for part in _PARTS:
+            found = [(place, self._with_shorter_prompts(row, place, part)) for place, _, _ in room]
             shorter = [(place, one, free[place] * one.capacity_rps) for place, one in found]
-            # How much longer the prompts that are let in would be than those of which there is room for so many.
-            over, under = (
-                1 - slope * (missing - sum(rate for _, _, rate in rates)) / row.offered_rps - mean
-                for rates, mean in ((longer, longer_part), (shorter, part))
-            )
-            if over >= 0:
-                break
-            if under >= 0:
+            below = off(shorter, part)
+            if below >= 0:
                 # The mean is in between, and rates are about on a straight line.
-                share = over / (over - under)
+                share = above / (above - below)
                 return [
                     (place, one if share >= 0.5 else other, rate + share * (less - rate))
                     for (place, other, rate), (_, one, less) in zip(longer, shorter, strict=True)
                 ]
-            longer, longer_part = shorter, part
+            longer, above = shorter, below
         return longer
 
     def _quick(self, given: Sequence[tuple[Row, Sequence[tuple[_Place, Estimate, float]]]]) -> float:
@@ -220,18 +222,20 @@ class Appraiser:
                 return [((tp, False), count - open_ones), ((tp, True), open_ones)]
         return [((tp, False), count)]
 
-    def _at(self, row: Row, place: _Place, part: float = 1.0) -> Estimate:
-        """A tier's estimate at a place; of prompts that have in the mean this part of the tokens of all."""
+    def _at(self, row: Row, place: _Place) -> Estimate:
         tp, is_open = place
         shared = None if is_open else self._beside(row, tp)
-        if part == 1.0:
-            return row.estimates[tp] if shared is None else shared.guarded
+        return row.estimates[tp] if shared is None else shared.guarded
+
+    def _with_shorter_prompts(self, row: Row, place: _Place, part: float) -> Estimate:
+        """The same, of prompts that have in the mean this part of the tokens of all."""
         key = (row.tier, place, part)
         if key not in self._shorter:
-            asked, known = row.demand, self._at(row, place)
+            tp, is_open = place
+            shared, asked = None if is_open else self._beside(row, tp), row.demand
             shorter = replace(asked, prompt_tokens=part * asked.prompt_tokens, prompt_spread=part * asked.prompt_spread)
-            target = asked.terms.tpot_ms if shared is None or shared.tpot_ms is None else shared.tpot_ms
-            self._shorter[key] = with_shorter_prompts(known, shorter, self.speeds[tp], target)
+            target_ms = asked.terms.tpot_ms if shared is None else shared.tpot_ms
+            self._shorter[key] = with_shorter_prompts(self._at(row, place), shorter, self.speeds[tp], target_ms)
         return self._shorter[key]
 
     def _comes_first(self, row: Row, place: _Place) -> bool:
@@ -259,7 +263,7 @@ class Appraiser:
         guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if finite else alone
         asked = sum(other.weight * other.demand.rate_rps for other in there)
         looser = sum(other.weight * other.demand.rate_rps for other in there if tpot_ms_of(other) > tightest)
-        return _Beside(guarded, most if finite else None, looser, asked)
+        return _Beside(guarded, most if finite else own.tpot_ms, looser, asked)
 
 
 def longest_held(counts: Counts, speeds: Mapping[int, Speed]) -> int:
