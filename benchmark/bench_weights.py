@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,10 @@ class Bench:
         self.options = options
         self.folder = folder
         self.sizes = ON_GPU if options.device == "cuda" else ON_CPU
+        if options.batches:
+            prefill = self.sizes.prefill_batch
+            prefill = prefill if prefill in options.batches else max(options.batches)
+            self.sizes = replace(self.sizes, batches=tuple(options.batches), prefill_batch=prefill)
         self.results: dict[str, Any] = {"speed": {}, "tokens": {}, "starts_s": {}, "errors": []}
         self._began = time.monotonic()
         self._keepers: list[KeeperHandle] = []
@@ -329,6 +333,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder with a config.json; a tiny Llama on a CPU")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="TP sizes; each must divide the largest")
     parser.add_argument("--parts", nargs="+", choices=["speed", "memory", "idle"], default=["speed", "memory", "idle"])
+    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes of the decode steps; default 1 16 64 128")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--attention-backend", default="triton", help="of stock and of ours, on GPUs")
     parser.add_argument("--prefill-graphs", action="store_true", help="leave stock's prefill CUDA graphs on")
