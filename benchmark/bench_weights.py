@@ -137,7 +137,7 @@ class Bench:
             args["moe_runner_backend"] = "triton"
         if "quantization_config" in self._config:
             args["fp8_gemm_runner_backend"] = "triton"
-        return args | changes
+        return args | options.server_args | changes
 
     @property
     def speed_pool_tokens(self) -> int:
@@ -336,6 +336,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes of the decode steps; default 1 16 64 128")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--attention-backend", default="triton", help="of stock and of ours, on GPUs")
+    parser.add_argument(
+        "--server-args", type=json.loads, default={}, help="further ServerArgs of stock and of ours, on GPUs, as JSON"
+    )
     parser.add_argument("--prefill-graphs", action="store_true", help="leave stock's prefill CUDA graphs on")
     parser.add_argument("--start-method", choices=["forkserver", "spawn"], default="forkserver")
     parser.add_argument("--limit-s", type=float, default=570.0, help="seconds after which nothing new is begun")

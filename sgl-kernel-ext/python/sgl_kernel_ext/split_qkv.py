@@ -4,7 +4,9 @@ it.
 One kernel serves three uses: the plain split, the split with rotary, the split with RMS norm and rotary. A
 program handles a few heads of one block of one token, each head as two halves, as the NeoX rotation wants it.
 Arithmetic is in float32; between norm and rotation values are rounded to the element type, as they are
-when two kernels do this. The plain PyTorch versions are in `split_qkv_reference`.
+when two kernels do this. The squares of a head are summed in the order of sglang's q/k norm
+(`kernels/jit/include/sgl_kernel/impl/norm.cuh`), so that both give the same bits. The plain PyTorch versions are in
+`split_qkv_reference`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,48 @@ _WARPS = 4
 def _add(a, b):  # type: ignore[no-untyped-def]
     """For `tl.reduce`; Triton's own `tl.sum` is compiled, so that an interpreter switched on later could not run it."""
     return a + b
+
+
+@triton.jit
+def _lane_sums(values, HEADS: tl.constexpr, EACH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of `[HEADS, 16 * EACH]` the sums of each EACH (2, 4, 8) adjacent ones, one after the other: `[HEADS, 16]`."""
+    if EACH == 2:
+        a, b = tl.split(tl.reshape(values, (HEADS, 16, 2)))
+        total = a + b
+    elif EACH == 4:
+        even, odd = tl.split(tl.reshape(values, (HEADS, 16, 2, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        total = a + b + c + d
+    else:
+        even, odd = tl.split(tl.reshape(values, (HEADS, 16, 2, 2, 2)))
+        ae, cg = tl.split(even)
+        bf, dh = tl.split(odd)
+        a, e = tl.split(ae)
+        b, f = tl.split(bf)
+        c, g = tl.split(cg)
+        d, h = tl.split(dh)
+        total = a + b + c + d + e + f + g + h
+    return total
+
+
+@triton.jit
+def _sum_of_squares(x, y, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each head, whose halves are `x` and `y`, `[HEADS, HEAD_DIM / 2]`: `[HEADS]`.
+
+    For 64, 128 and 256 elements as a warp of 32 lanes does it: every lane its adjacent elements, then half of the
+    lanes with the other half, and again.
+    """
+    if HEAD_DIM == 64 or HEAD_DIM == 128 or HEAD_DIM == 256:
+        EACH: tl.constexpr = HEAD_DIM // 32
+        total = _lane_sums(x * x, HEADS, EACH) + _lane_sums(y * y, HEADS, EACH)
+        total = tl.reduce(tl.reshape(total, (HEADS, 2, 8)), 1, _add)
+        total = tl.reduce(tl.reshape(total, (HEADS, 2, 4)), 1, _add)
+        total = tl.reduce(tl.reshape(total, (HEADS, 2, 2)), 1, _add)
+        total = tl.reduce(total, 1, _add)
+    else:
+        total = tl.reduce(x * x + y * y, 1, _add)
+    return total
 
 
 @triton.jit
@@ -66,7 +110,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     is_qk = (head < Q_HEADS + KV_HEADS)[:, None]
     if NORM:
         x, y = first.to(tl.float32), second.to(tl.float32)
-        scale = tl.rsqrt(tl.reduce(x * x + y * y, 1, _add) / HEAD_DIM + eps)[:, None]
+        squares = _sum_of_squares(x, y, HEADS, HEAD_DIM)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         wx_q = tl.load(q_weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         wy_q = tl.load(q_weight + MIDDLE + column, mask=inside, other=0.0).to(tl.float32)[None, :]
         wx_k = tl.load(k_weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
