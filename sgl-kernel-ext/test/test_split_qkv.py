@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from sgl_kernel_ext import split_qkv_ops as ops
@@ -91,6 +92,28 @@ def test_the_interpreted_kernel_equals_the_reference(
     interpreted: ModuleType, shape: QkvBlocks, dtype: torch.dtype
 ) -> None:
     compare(interpreted, shape, 3, dtype, "cpu")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_norm_sums_squares_in_the_order_of_a_warp(interpreted: ModuleType, head_dim: int) -> None:
+    """To the last bit, for it is stock's order (`test/weights/test_qk_norm_gpu.py`)."""
+    shape = QkvBlocks(2, 3, 1, 1, head_dim)
+    x = make(shape, 4, torch.float32)
+    unturned = torch.cat((torch.ones(head_dim // 2), torch.zeros(head_dim // 2)))[None]
+    at_0 = torch.zeros(4, dtype=torch.int64)
+    norm = (x["q_weight"], x["k_weight"], 1e-6)
+    got = interpreted.split_qkv_norm_rope(x["qkv"], at_0, unturned, *norm, shape)
+    for mine, plain, weight in zip(got[:2], split_qkv_reference(x["qkv"], shape)[:2], norm[:2], strict=True):
+        heads = plain.view(4, -1, head_dim)
+        squares = (heads * heads).view(4, -1, 32, head_dim // 32)
+        lanes = squares[..., 0]
+        for number in range(1, head_dim // 32):
+            lanes = lanes + squares[..., number]
+        while (half := lanes.shape[-1] // 2) > 0:
+            lanes = lanes[..., :half] + lanes[..., half:]
+        # By NumPy, as in the interpreter: PyTorch's root of a vector may differ in the last bit.
+        scale = torch.from_numpy(1 / numpy.sqrt((lanes / head_dim + numpy.float32(norm[2])).numpy()))
+        assert torch.equal(mine.view_as(heads), heads * scale * weight)
 
 
 @pytest.mark.gpu
