@@ -109,6 +109,7 @@ class Bench:
 
     def server_args(self, pool_tokens: int, **changes: Any) -> dict[str, Any]:
         options = self.options
+        changes = options.server_args | changes
         args: dict[str, Any] = {
             "model_path": str(options.model),
             "device": options.device,
@@ -137,7 +138,7 @@ class Bench:
             args["moe_runner_backend"] = "triton"
         if "quantization_config" in self._config:
             args["fp8_gemm_runner_backend"] = "triton"
-        return args | options.server_args | changes
+        return args | changes
 
     @property
     def speed_pool_tokens(self) -> int:
@@ -337,7 +338,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--attention-backend", default="triton", help="of stock and of ours, on GPUs")
     parser.add_argument(
-        "--server-args", type=json.loads, default={}, help="further ServerArgs of stock and of ours, on GPUs, as JSON"
+        "--server-args", type=json.loads, default={}, help="further ServerArgs of stock and of ours, as JSON"
     )
     parser.add_argument("--prefill-graphs", action="store_true", help="leave stock's prefill CUDA graphs on")
     parser.add_argument("--start-method", choices=["forkserver", "spawn"], default="forkserver")
