@@ -359,6 +359,29 @@ def test_what_can_still_be_in_time_goes_before_what_is_late() -> None:
     assert outcomes == {"long": "feasible", "soon": "feasible", "late": "best_effort"}
 
 
+@pytest.mark.parametrize(("late", "goes"), [(1, True), (3, True), (4, False)])
+def test_late_work_leaves_room_only_where_much_of_it_waits(late: int, goes: bool) -> None:
+    """A few that have missed their target are no overload, and are not to wait until the engine has nothing to do."""
+    world = Tiered("tp2@0-1")
+    running = ["r0", "r1", "r2", "long"]
+    for rid in running:
+        world.arrive(rid, "strict", tokens=70 if rid == "long" else 3)
+    waiting = [f"late{number}" for number in range(late)]
+    for rid in waiting:
+        world.arrive(rid, "strict", tokens=45)
+    world.arrive("night", "night", tokens=1)
+    world.now += 81
+    for rid in running:
+        world.tokens("tp2@0-1", rid, [7], 1)
+    world.router.let_go()
+    # Five requests take 5 ms a step: less than three quarters of the target, more than a quarter of what it leaves.
+    assert [rid for rid in world.placed()["tp2@0-1"] if rid in waiting] == waiting[: 1 if goes else 0]
+    # Once there is little to do the others go as well.
+    world.finish("tp2@0-1", *running)
+    assert waiting[0] in world.placed()["tp2@0-1"]
+    world.check()
+
+
 def test_what_is_seen_corrects_what_is_predicted() -> None:
     world = Tiered("tp2@0-1")
     for number in range(60):

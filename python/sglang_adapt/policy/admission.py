@@ -31,6 +31,8 @@ of what the target leaves beside one request's step, whichever is more."""
 LATE_FILL = 0.25
 """The same for work whose target is missed already: what runs in time is to find room first, or in overload nothing
 would be in time any more once much is late."""
+FEW_LATE = 3
+"""So many for each engine that wait without a promise are no overload: what is late of them has `FILL` like others."""
 WINDOW_MS = 2000.0
 """Over this time the share of prompts in an engine's time is reckoned."""
 _MOST_SHARE = 0.95
@@ -387,6 +389,11 @@ def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
     return min(60, max(1, math.ceil(min(waits, default=0.0) / 1000)))
 
 
+def is_crowded(waiting: int, engines: int) -> bool:
+    """Does so much best effort wait for this many engines that what is late of it is to leave room for the others?"""
+    return waiting > FEW_LATE * engines
+
+
 def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0, *, late: bool = False) -> int | None:
     """Where a request without a promise fits so that no target suffers, as an index into `loads`; None if nowhere.
 
@@ -398,7 +405,7 @@ def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0, *
         loads: engines that serve.
         spare_ms: prompts that may be before a feasible request that comes next.
         first: where to begin, so that engines take turns.
-        late: it has a target, which is missed already.
+        late: it has a target, which is missed already, and much waits (`is_crowded`).
     """
     for step in range(len(loads)):
         at = (first + step) % len(loads)

@@ -25,6 +25,7 @@ from sglang_adapt.policy.admission import (
     aged_place,
     decodes_beside,
     decodes_within,
+    is_crowded,
     is_late,
     place,
     room_for,
@@ -237,8 +238,9 @@ class Admission:
                 return first, decision.engine
         rid = first or held.first()
         job = self._job_of(self._records[rid])
-        # Late work leaves room for what comes in time, as long as anything comes.
-        late = first is None and job.ttft_ms is not None and not self._expected.is_quiet()
+        # Late work leaves room for what comes in time, where there is much of it and as long as anything comes.
+        late = first is None and job.ttft_ms is not None
+        late = late and is_crowded(held.best_effort, len(loads)) and not self._expected.is_quiet()
         at = room_for(job, loads, self._expected.spare_ms(), self._turn, late=late)
         if at is None:
             # What is behind it in its own queue waits for it; background work behind best effort does, too.

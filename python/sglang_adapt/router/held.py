@@ -25,6 +25,11 @@ class Held:
         return sum(map(len, self._queues.values()))
 
     @property
+    def best_effort(self) -> int:
+        """How many wait that are no background work."""
+        return len(self._queues[Outcome.BEST_EFFORT])
+
+    @property
     def loosest_ms(self) -> float:
         """The largest TPOT target of best effort that waits; 0 if there is none."""
         return max(self._of_tpot, default=0.0)
