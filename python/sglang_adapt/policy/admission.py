@@ -31,8 +31,9 @@ of what the target leaves beside one request's step, whichever is more."""
 LATE_FILL = 0.25
 """The same for work whose target is missed already: what runs in time is to find room first, or in overload nothing
 would be in time any more once much is late."""
-FEW_LATE = 3
-"""So many for each engine that wait without a promise are no overload: what is late of them has `FILL` like others."""
+FEW_WAITING = 3
+"""So much best effort that waits for each engine, late or not, is no overload: what is late of it has `FILL` like
+others."""
 WINDOW_MS = 2000.0
 """Over this time the share of prompts in an engine's time is reckoned."""
 _MOST_SHARE = 0.95
@@ -391,7 +392,7 @@ def retry_after_s(job: Job, loads: Sequence[Load]) -> int:
 
 def is_crowded(waiting: int, engines: int) -> bool:
     """Does so much best effort wait for this many engines that what is late of it is to leave room for the others?"""
-    return waiting > FEW_LATE * engines
+    return waiting > FEW_WAITING * engines
 
 
 def room_for(job: Job, loads: Sequence[Load], spare_ms: float, first: int = 0, *, late: bool = False) -> int | None:

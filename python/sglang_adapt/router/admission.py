@@ -239,8 +239,12 @@ class Admission:
         rid = first or held.first()
         job = self._job_of(self._records[rid])
         # Late work leaves room for what comes in time, where there is much of it and as long as anything comes.
-        late = first is None and job.ttft_ms is not None
-        late = late and is_crowded(held.best_effort, len(loads)) and not self._expected.is_quiet()
+        late = (
+            first is None
+            and job.ttft_ms is not None
+            and is_crowded(held.best_effort, len(loads))
+            and not self._expected.is_quiet()
+        )
         at = room_for(job, loads, self._expected.spare_ms(), self._turn, late=late)
         if at is None:
             # What is behind it in its own queue waits for it; background work behind best effort does, too.
