@@ -79,7 +79,7 @@ from cpus import Cpus, add_cpu_flags, chosen_cpus, cpu_s, cpu_since, on_cpus
 from goodput.plots import NoPlotsError, draw, require_matplotlib
 from goodput.schedule import OtherComparisonError, Turn, left_s, runs_done, turns
 from goodput.systems import AUTO, Common, Kind, ServerPlan, System, parse_system, servers_of, to_profile, urls_of
-from goodput.timeline import timeline, watch_layout
+from goodput.timeline import timeline, watch_layout, watch_plans
 from layouts import Layouts
 from load import Request
 from server import Server, environment, write_json
@@ -269,14 +269,17 @@ async def _measure(
     system: System, urls: Mapping[str, str], requests: Sequence[Request], options: argparse.Namespace, name: str
 ) -> dict[str, Any]:
     """One run: the seconds in which requests arrived, figures by tier, and the timeline if the system is ours."""
-    watch = asyncio.create_task(watch_layout(next(iter(urls.values())))) if system.is_ours else None
+    url = next(iter(urls.values()))
+    layouts = asyncio.create_task(watch_layout(url)) if system.is_ours else None
+    plans = asyncio.create_task(watch_plans(url)) if system.is_ours else None
     seen, seconds = await replay(
         urls, "demo", requests, options.tier, options.seed, options.vocab, options.token_ids, name
     )
     run: dict[str, Any] = {"seconds": round(seconds, 2), "tiers": judge(seen, options.tier, seconds)}
-    if watch is not None:
-        watch.cancel()
-        run["timeline"] = timeline(await watch, [one.at_s for one in seen], _good(seen, options))
+    if layouts is not None and plans is not None:
+        layouts.cancel()
+        plans.cancel()
+        run["timeline"] = timeline(await layouts, await plans, [one.at_s for one in seen], _good(seen, options))
     return run
 
 
@@ -292,6 +295,7 @@ def write_tiers(options: argparse.Namespace, folder: Path) -> Path:
             "name": tier.name,
             "ttft_ms": tier.ttft_ms,
             "tpot_ms": tier.tpot_ms,
+            "weight": options.weight.get(tier.name, 1.0),
             "when_infeasible": "reject" if tier.name in options.reject else "best_effort",
         }
         for tier in options.tier
@@ -308,6 +312,7 @@ def load_of(options: argparse.Namespace) -> dict[str, Any]:
         "tiers": [asdict(tier) for tier in options.tier],
         "trace": [str(trace) for trace in options.trace],
         **{name: getattr(options, name) for name in names},
+        **({"weight": options.weight} if options.weight else {}),
     }
 
 
@@ -339,6 +344,17 @@ def overview(result: Mapping[str, Any]) -> str:
     return aligned(rows)
 
 
+def _weight(text: str) -> tuple[str, float]:
+    name, _, number = text.partition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = 0.0
+    if weight <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: write name:weight, with a weight above 0")
+    return name, weight
+
+
 def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, required=True, help="that each system has; all that are visible")
@@ -346,6 +362,9 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     parser.add_argument("--repeats", type=int, default=1, help="times that all is measured (default: 1)")
     parser.add_argument("--virtual", action="store_true", help="on virtual GPUs, the demo model")
     parser.add_argument("--reject", nargs="*", default=[], help="tiers that refuse what cannot meet its targets")
+    parser.add_argument(
+        "--weight", type=_weight, nargs="*", default=[], help="name:weight, of tiers that are not worth 1 (ours)"
+    )
     parser.add_argument("--profile", type=Path, help="a profile that was measured before")
     parser.add_argument(
         "--one-server",
@@ -366,6 +385,11 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     check_load(parser, options)
     if options.repeats < 1:
         parser.error("--repeats is at least 1")
+    options.weight = dict(options.weight)
+    names = [tier.name for tier in options.tier]
+    for name in options.weight:
+        if name not in names:
+            parser.error(f"--weight {name}: there is no such tier; there are {', '.join(names)}")
     return parser, options, both
 
 

@@ -15,12 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import compare_goodput
+from bench_goodput import parse_tier
+from compare_goodput import load_of, write_tiers
 from goodput import plots
 from goodput.plots import draw
 from goodput.schedule import OtherComparisonError, runs_done, turns
 from goodput.systems import OURS, STOCK, Common, Kind, parse_system, servers_of, to_profile, urls_of
-from goodput.timeline import timeline, watch_layout
+from goodput.timeline import timeline, watch_layout, watch_plans
 from sglang_adapt.core.ablation import STEPS
+from sglang_adapt.core.slo_file import read_slo_config
 
 TIERS = ("strict", "loose")
 COMMON = Common(4, ("--both",), ("--ours",), ("--stock",), "tiers.json", "profile.json", False)
@@ -138,9 +141,25 @@ def test_another_comparison_is_not_gone_on_with() -> None:
         runs_done(result, {"gpus": 4}, "f.json")
 
 
+def test_weights_are_the_servers_and_the_checks(tmp_path: Path) -> None:
+    tiers = [parse_tier("strict:1:400:30"), parse_tier("loose:1:2000:80")]
+    options = argparse.Namespace(tier=tiers, reject=["strict"], weight={"strict": 2.0})
+    config = read_slo_config(str(write_tiers(options, tmp_path)))
+    assert {tier.name: tier.weight for tier in config.tiers} == {"strict": 2.0, "loose": 1.0}
+    sent = dict.fromkeys(("rate", "seconds", "input", "output", "count", "divide", "longest", "seed"))
+    without = argparse.Namespace(tier=tiers, trace=[], reject=[], weight={}, **sent)
+    assert "weight" not in load_of(without), "comparisons of before can be gone on with"
+    assert load_of(argparse.Namespace(**{**vars(without), "weight": {"strict": 2.0}}))["weight"] == {"strict": 2.0}
+
+
 def test_timeline() -> None:
-    told = timeline([(0.0, "tp1@0")], [0.1, 0.9, 2.5], [True, False, True])
-    assert told == {"layouts": [[0.0, "tp1@0"]], "sent": [2, 0, 1], "good": [1, 0, 1]}
+    told = timeline([(0.0, "tp1@0")], [(0.5, {"1 x TP 1": 2.0})], [0.1, 0.9, 2.5], [True, False, True])
+    assert told == {
+        "layouts": [[0.0, "tp1@0"]],
+        "plans": [[0.5, {"1 x TP 1": 2.0}]],
+        "sent": [2, 0, 1],
+        "good": [1, 0, 1],
+    }
 
 
 def test_layouts_are_noted_when_they_change_and_when_nobody_answers() -> None:
@@ -166,6 +185,32 @@ def test_layouts_are_noted_when_they_change_and_when_nobody_answers() -> None:
 
     seen = [layout for _, layout in asyncio.run(watched())]
     assert seen[:2] == ["tp1@0,tp1@1", "unknown"]
+
+
+def test_what_the_planner_thinks_is_noted_when_it_changes_and_not_when_nobody_answers() -> None:
+    said = [{"1 x TP 2": 2.0}, {"1 x TP 2": 2.0}, None, {"2 x TP 1": 3.0, "1 x TP 2": 2.0}]
+
+    async def watched() -> list[tuple[float, dict[str, float]]]:
+        over = asyncio.Event()
+
+        async def plan(request: web.Request) -> web.Response:
+            if not said:
+                over.set()
+                return web.Response(status=404)
+            values = said.pop(0)
+            options = [{"engines": engines, "value": value} for engines, value in (values or {}).items()]
+            return web.Response(status=500) if values is None else web.json_response({"options": options})
+
+        app = web.Application()
+        app.router.add_get("/adapt/plan", plan)
+        async with TestServer(app) as server:
+            task = asyncio.create_task(watch_plans(str(server.make_url("")).rstrip("/")))
+            await over.wait()
+            task.cancel()
+            return await task
+
+    seen = [values for _, values in asyncio.run(watched())]
+    assert seen == [{"1 x TP 2": 2.0}, {"2 x TP 1": 3.0, "1 x TP 2": 2.0}]
 
 
 def result() -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The course of one run: layout, requests that arrived and good ones among them, second by second."""
+"""The course of one run: layout, what the planner thinks of others, requests that arrived and good ones among them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +28,35 @@ async def watch_layout(url: str) -> list[tuple[float, str]]:
         return seen
 
 
+async def watch_plans(url: str) -> list[tuple[float, dict[str, float]]]:
+    """Note what the planner of a server of ours thinks of each layout until cancelled.
+
+    Returns:
+        Seconds from now, and by layout the weighted requests/s that it is worth, the best one first. Nothing of a
+        server that has no planner.
+    """
+    seen: list[tuple[float, dict[str, float]]] = []
+    begun = perf_counter()
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+            while True:
+                values = await _values(session, url)
+                if values and (not seen or seen[-1][1] != values):
+                    seen.append((round(perf_counter() - begun, 2), values))
+                await asyncio.sleep(_EVERY_S)
+    except asyncio.CancelledError:
+        return seen
+
+
+async def _values(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    try:
+        async with session.get(f"{url}/adapt/plan") as response:
+            options = (await response.json())["options"] if response.status == 200 else []
+    except (aiohttp.ClientError, TimeoutError):
+        return {}
+    return {option["engines"]: option["value"] for option in options}
+
+
 async def _layout(session: aiohttp.ClientSession, url: str) -> str:
     # The router alone answers this one; `/adapt/layout` would ask the engines.
     try:
@@ -37,11 +66,17 @@ async def _layout(session: aiohttp.ClientSession, url: str) -> str:
         return "unknown"
 
 
-def timeline(layouts: Sequence[tuple[float, str]], arrivals: Sequence[float], good: Sequence[bool]) -> dict[str, Any]:
-    """As it is written into the result: `layouts`, and `sent` and `good` by second of arrival.
+def timeline(
+    layouts: Sequence[tuple[float, str]],
+    plans: Sequence[tuple[float, Mapping[str, float]]],
+    arrivals: Sequence[float],
+    good: Sequence[bool],
+) -> dict[str, Any]:
+    """As it is written into the result: `layouts`, `plans`, and `sent` and `good` by second of arrival.
 
     Args:
         layouts: of `watch_layout`.
+        plans: of `watch_plans`.
         arrivals: of all requests, in seconds from the start.
         good: whether each met its targets.
     """
@@ -50,6 +85,7 @@ def timeline(layouts: Sequence[tuple[float, str]], arrivals: Sequence[float], go
     seconds = range(max(sent, default=-1) + 1)
     return {
         "layouts": [list(one) for one in layouts],
+        "plans": [[at, dict(values)] for at, values in plans],
         "sent": [sent[second] for second in seconds],
         "good": [met[second] for second in seconds],
     }

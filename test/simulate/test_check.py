@@ -58,6 +58,7 @@ def measured(
         longest=1 << 30,
         seed=0,
         reject=["strict"],
+        weight={},
     )
     arrivals = with_tiers(poisson(40.0, 6.0, 128, 48, 0), {"strict": 1.0, "loose": 1.0}, 0)
     hardware = of_profile(PROFILE, "p", (1,), Shape(**ENGINES), 0)
@@ -147,7 +148,7 @@ def test_a_window_of_a_trace_is_the_load_that_was_sent(tmp_path: Path) -> None:
     add_load_flags(parser)
     command = ["--tier", "strict:1:400:30", "--trace", str(trace), "--seconds", "5", "--longest", "25"]
     options = parser.parse_args(command)
-    options.reject = []
+    options.reject, options.weight = [], {}
     load = msgspec.convert(compare_goodput.load_of(options), Sent)
     for times in (1.0, 2.0):
         mine = arrivals_of(load, MeasuredRun("t", times, 5.0, {}))

@@ -50,6 +50,7 @@ class Sent(msgspec.Struct, frozen=True):
     rate: float | None = None
     trace: tuple[str, ...] = ()
     reject: tuple[str, ...] = ()
+    weight: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Engines(msgspec.Struct, frozen=True):
@@ -165,6 +166,7 @@ def _simulated(path: Path, known: Measured) -> Iterator[tuple[str, MeasuredRun, 
                 tier.name,
                 tier.ttft_ms,
                 tier.tpot_ms,
+                weight=known.load.weight.get(tier.name, 1.0),
                 when_infeasible=WhenInfeasible.REJECT if tier.name in known.load.reject else WhenInfeasible.BEST_EFFORT,
             )
             for tier in known.load.tiers
