@@ -29,6 +29,7 @@ from sglang_adapt.policy.admission import (
 )
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.profile import ModelFigures, ReckonedTimes, gpu_figures
+from sglang_adapt.policy.reserve import NO_ROOM, Guard
 
 H100 = ReckonedTimes(ModelFigures(1, 32, 16_060_522_496, 131_072, 2), gpu_figures("H100")[0])
 STRICT = Job(1000, 200, 300.0, 10.0)
@@ -156,7 +157,7 @@ def test_a_long_prompt_without_a_promise_is_read_in_parts_beside_what_was_promis
     # A short prompt waits until less has been read of late.
     assert room_for(Job(100, 10, None, None), [replace(busy, prefill_ms=1500.0)], 1e9) is None
     # The same for a target that is to be expected, if something was promised there.
-    assert room_for(job, [replace(busy, tightest_tpot_ms=50.0, guard_ms=6.0)], 11_000.0) == 0
+    assert room_for(job, [replace(busy, tightest_tpot_ms=50.0, guard=Guard(6.0))], 11_000.0) == 0
 
 
 def test_a_reader_takes_what_it_reads_in_time_and_what_somebody_decodes_in_time() -> None:
@@ -205,7 +206,7 @@ def test_room_is_left_for_what_is_to_be_expected() -> None:
     job = Job(1, 10, None, None)
 
     def load(guard_ms: float) -> Load:
-        return Load("a", Linear(), 6, guard_ms=guard_ms)
+        return Load("a", Linear(), 6, guard=Guard(guard_ms))
 
     assert room_for(job, [load(math.inf)], 1e9) == 0
     # 7 requests take 7 ms a step, three quarters of 9 are less.
@@ -222,17 +223,26 @@ def test_looser_work_has_room_where_a_step_is_most_of_a_stricter_target() -> Non
     """A step of one request takes 7.3 ms here: three quarters of 10 ms would be as good as nothing."""
     alone = H100.decode_ms(1, 1.0)
     assert 7.0 < alone < 7.5
-    load = Load("a", H100, 2, 0, 2000.0, guard_ms=10.0)
+    load = Load("a", H100, 2, 0, 2000.0, guard=Guard(10.0))
     assert 7.5 < guarded_ms(load) < SAFETY * 10.0
     assert is_feasible(LOOSE, load, forecast(LOOSE, load))
-    many = Load("a", H100, 60, 0, 60_000.0, guard_ms=10.0)
+    many = Load("a", H100, 60, 0, 60_000.0, guard=Guard(10.0))
     assert not is_feasible(LOOSE, many, forecast(LOOSE, many)), "the stricter tier still finds room"
 
 
 def test_no_room_is_left_for_a_target_that_cannot_be_kept() -> None:
-    load = Load("a", H100, 60, 0, 60_000.0, guard_ms=5.0)
+    load = Load("a", H100, 60, 0, 60_000.0, guard=Guard(5.0))
     assert guarded_ms(load) == math.inf
     assert is_feasible(LOOSE, load, forecast(LOOSE, load))
+
+
+def test_where_no_room_is_left_looser_work_goes_as_far_as_the_tight_tier_itself() -> None:
+    strict, loose = Job(1, 1, 1000.0, 10.0), Job(1, 1, 1000.0, 50.0)
+    for requests in range(12):
+        load = Load("a", Linear(), requests, guard=Guard(10.0, NO_ROOM))
+        both = {is_feasible(job, load, forecast(job, load)) for job in (strict, loose)}
+        # 10 requests take 10 ms a step.
+        assert both == {requests + 1 <= SAFETY * 10}, requests
 
 
 def test_while_looser_work_waits_a_tight_target_binds_no_engine_that_is_open_to_it() -> None:
@@ -240,7 +250,7 @@ def test_while_looser_work_waits_a_tight_target_binds_no_engine_that_is_open_to_
     strict, loose = Job(1, 1, 1000.0, 10.0), Job(1, 1, 1000.0, 20.0)
 
     def loads(waits_ms: float, guarded: int = 8, tightest_ms: float = 20.0) -> list[Load]:
-        kept = Load("guarded", Linear(), guarded, tightest_tpot_ms=10.0, guard_ms=10.0, waits_ms=waits_ms)
+        kept = Load("guarded", Linear(), guarded, tightest_tpot_ms=10.0, guard=Guard(10.0), waits_ms=waits_ms)
         return [kept, Load("open", Linear(), 5, tightest_tpot_ms=tightest_ms, waits_ms=waits_ms)]
 
     def where(job: Job, loads: list[Load]) -> str | None:

@@ -159,8 +159,9 @@ def test_a_burst_of_the_tightest_tier_leaves_the_looser_ones_their_engines() -> 
     crowded = Appraiser([row(loose, 40.0), row(burst, 400.0)], shared.speeds).worth({2: 2}).carried_rps
     assert quiet["strict"] == pytest.approx(20.0) and quiet["loose"] > 10
     assert crowded["loose"] >= 0.9 * Appraiser([row(loose, 40.0)], shared.speeds).worth({2: 1}).carried_rps["loose"]
-    # One engine for both: the tightest tier is first.
-    assert Appraiser([row(loose, 40.0), row(burst, 400.0)], shared.speeds).worth({4: 1}).carried_rps["loose"] == 0
+    # One engine for both: each has its share.
+    both = Appraiser([row(loose, 40.0), row(burst, 400.0)], shared.speeds).worth({4: 1}).carried_rps
+    assert both["loose"] > 1 and both["strict"] > both["loose"]
 
 
 def test_under_more_load_than_there_is_room_for_short_prompts_are_let_in() -> None:
@@ -392,8 +393,22 @@ def test_a_loose_tier_that_shares_an_engine_is_held_to_the_tightest_targets() ->
     alone = Appraiser(rows[:1], shared.speeds).worth({4: 1}).carried_rps["loose"]
     assert shared.worth({4: 1}).carried_rps["loose"] < 0.8 * alone
     assert shared.worth({4: 2}).carried_rps["loose"] > alone
-    assert shared.worth({4: 1}).carried_rps["strict"] == pytest.approx(1.0)
     assert shared.worth({1: 4}).carried_rps["strict"] == 0.0
+
+
+def test_tiers_that_share_an_engine_have_it_by_what_they_ask_for_and_by_weight() -> None:
+    loose, strict = demand(90.0, "loose", 3000, 40), demand(30.0, "strict", 400, 8)
+    dear = replace(strict, terms=replace(strict.terms, weight=50.0))
+
+    def parts(strict: Demand, times: float = 1.0) -> dict[str, float]:
+        rows = [row(loose, 90.0 * times), row(strict, 30.0 * times)]
+        carried = Appraiser(rows, {one.tp: one for one in SPEEDS}).worth({4: 1}).carried_rps
+        return {one.tier: carried[one.tier] / one.offered_rps for one in rows}
+
+    crowded = parts(strict)
+    assert crowded["loose"] < 0.8 and crowded["strict"] == pytest.approx(crowded["loose"], rel=0.1)
+    assert parts(dear)["strict"] > 2 * crowded["strict"]
+    assert parts(strict, 0.1) == {"loose": pytest.approx(1.0), "strict": pytest.approx(1.0)}
 
 
 # What holds for any demand.

@@ -154,5 +154,17 @@ def test_a_size_of_which_nothing_was_seen_is_corrected_as_the_others() -> None:
     assert shared[1] == learned[1]
     assert (shared[2].prefill, shared[2].decode) == (9.0, pytest.approx(2.0))
     assert (shared[4].prefill, shared[4].decode) == (pytest.approx(6.0), pytest.approx(2.0))
-    assert shared_corrections(learned, measured=True) == learned
     assert shared_corrections({1: Correction()}, measured=False) == {1: Correction()}
+
+
+def test_of_measured_times_only_what_is_quicker_is_so_for_a_size_of_which_nothing_was_seen() -> None:
+    """The size that serves would look better than the others otherwise, and not be left."""
+    slow = {1: Correction(1.5, 1.2), 2: Correction()}
+    assert shared_corrections(slow, measured=True) == slow
+    quick = {1: Correction(0.9, 0.8), 2: Correction()}
+    assert shared_corrections(quick, measured=True) == {
+        1: quick[1],
+        2: Correction(pytest.approx(0.9), pytest.approx(0.8)),
+    }
+    seen = {1: Correction(0.9, 0.8), 2: Correction(1.1, 1.0)}
+    assert shared_corrections(seen, measured=True)[2] == Correction(1.1, pytest.approx(0.8))

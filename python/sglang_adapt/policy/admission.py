@@ -24,13 +24,11 @@ from enum import StrEnum
 
 from sglang_adapt.policy.limits import SAFETY, STEPS, Bounds, chunk_tokens
 from sglang_adapt.policy.profile import Times
+from sglang_adapt.policy.reserve import FILL, Guard
 
-FILL = 0.75
-"""Work without a promise, or with a looser one, may bring an engine to this part of a target that is to be expected, or
-of what the target leaves beside one request's step, whichever is more."""
 LATE_FILL = 0.25
-"""The same for work whose target is missed already: what runs in time is to find room first, or in overload nothing
-would be in time any more once much is late."""
+"""As `reserve.FILL`, for work whose target is missed already: what runs in time is to find room first, or in overload
+nothing would be in time any more once much is late."""
 FEW_WAITING = 3
 """So much best effort that waits for each engine, late or not, is no overload: what is late of it has `FILL` like
 others."""
@@ -80,7 +78,7 @@ class Load:
         cached: tokens of the job's prompt that it is believed to have cached.
         decoding: those of its requests that have their first token.
         preemptible: those of its requests that give way to one with targets.
-        guard_ms: smallest TPOT target of requests that are to be expected, for which looser ones leave room.
+        guard: smallest TPOT target of requests that are to be expected, and the room that looser ones leave for them.
         waits_ms: loosest TPOT target of work that waits for room; 0 if none does.
         tiers: whose requests are promised their targets here; None: of all. Other work is taken from any tier.
         takers: engines that decode what this one reads, with what will come to them; None: it decodes itself.
@@ -95,7 +93,7 @@ class Load:
     prefill_ms: float = 0.0
     bounds: Bounds = field(default=_UNBOUNDED)
     cached: int = 0
-    guard_ms: float = math.inf
+    guard: Guard = field(default=Guard())
     decoding: int = 0
     preemptible: int = 0
     tiers: frozenset[str] | None = None
@@ -224,7 +222,7 @@ def is_feasible(job: Job, load: Load, seen: Forecast) -> bool:
         and seen.ttft_ms <= SAFETY * job.ttft_ms
         and seen.tpot_ms <= SAFETY * job.tpot_ms
         and seen.others_tpot_ms <= SAFETY * load.tightest_tpot_ms
-        and (job.tpot_ms <= load.guard_ms or seen.others_tpot_ms <= guarded_ms(load))
+        and (job.tpot_ms <= load.guard.tpot_ms or seen.others_tpot_ms <= guarded_ms(load))
         and (load.takers is None or any(decodes_within(job, taker) for taker in load.takers))
     )
 
@@ -236,17 +234,17 @@ def _takes_from_looser(job: Job, load: Load) -> bool:
     """
     assert job.tpot_ms is not None
     bound = load.tightest_tpot_ms <= job.tpot_ms or math.isinf(load.tightest_tpot_ms)
-    return not bound and load.guard_ms > job.tpot_ms and load.waits_ms > job.tpot_ms
+    return not bound and load.guard.tpot_ms > job.tpot_ms and load.waits_ms > job.tpot_ms
 
 
 def guarded_ms(load: Load) -> float:
     """Up to which time between tokens an engine may take on looser work, so that a request that is to be expected still
     finds its target kept. Infinite if it could not keep that target for one request alone: then there is nothing to
     leave room for."""
-    return guarded_by_ms(load.guard_ms, _alone_ms(load))
+    return guarded_by_ms(load.guard.tpot_ms, _alone_ms(load), load.guard.fill)
 
 
-def guarded_by_ms(guard_ms: float, alone_ms: float, fill: float = FILL) -> float:
+def guarded_by_ms(guard_ms: float, alone_ms: float, fill: float) -> float:
     """The same, of an engine of which a step of one request takes `alone_ms`."""
     return math.inf if guard_ms < alone_ms / SAFETY else _part_ms(guard_ms, alone_ms, fill)
 
@@ -254,7 +252,7 @@ def guarded_by_ms(guard_ms: float, alone_ms: float, fill: float = FILL) -> float
 def _filled_ms(load: Load, fill: float = FILL) -> float:
     """Up to which time between tokens an engine may take on work without a promise."""
     alone_ms = _alone_ms(load)
-    return min(guarded_by_ms(load.guard_ms, alone_ms, fill), _part_ms(load.tightest_tpot_ms, alone_ms, fill))
+    return min(guarded_by_ms(load.guard.tpot_ms, alone_ms, fill), _part_ms(load.tightest_tpot_ms, alone_ms, fill))
 
 
 def _alone_ms(load: Load) -> float:
@@ -272,7 +270,7 @@ def decodes_within(job: Job, load: Load) -> bool:
     assert job.tpot_ms is not None
     after = _with_one_more_ms(job, load)
     takes = (load.tiers is None or job.tier in load.tiers) and not _is_full(load)
-    leaves = job.tpot_ms <= load.guard_ms or after <= guarded_ms(load)
+    leaves = job.tpot_ms <= load.guard.tpot_ms or after <= guarded_ms(load)
     return takes and leaves and after <= SAFETY * min(job.tpot_ms, load.tightest_tpot_ms)
 
 
@@ -354,7 +352,7 @@ _fits = is_feasible
 def _is_elsewhere(job: Job, load: Load) -> bool:
     """While looser work waits, a job goes first to engines that leave room for it."""
     assert job.tpot_ms is not None
-    return load.waits_ms > job.tpot_ms and load.guard_ms != job.tpot_ms
+    return load.waits_ms > job.tpot_ms and load.guard.tpot_ms != job.tpot_ms
 
 
 def _load(job: Job, found: Forecast) -> int:
@@ -435,7 +433,7 @@ def _fits_in_parts(job: Job, load: Load, filled_ms: float, spare_ms: float) -> b
     if after <= (1 - own) * filled_ms:
         # It finds room when less has been read of late.
         return False
-    target_ms = min(load.tightest_tpot_ms, load.guard_ms if math.isfinite(guarded_ms(load)) else math.inf)
+    target_ms = min(load.tightest_tpot_ms, load.guard.tpot_ms if math.isfinite(guarded_ms(load)) else math.inf)
     chunk = chunk_tokens(load.times, after, target_ms, load.bounds, 1.0)
     if chunk >= load.bounds.prefill_tokens:
         # No part fits beside a step.

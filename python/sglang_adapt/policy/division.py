@@ -20,6 +20,7 @@ from sglang_adapt.policy.admission import guarded_by_ms
 from sglang_adapt.policy.chance import admitted_rps, kept_share, steady_batch
 from sglang_adapt.policy.efficiency import Estimate, Speed
 from sglang_adapt.policy.limits import SAFETY, chunk_tokens
+from sglang_adapt.policy.reserve import FILL
 from sglang_adapt.policy.stages import Decoding, Reading, decoding, reading
 from sglang_adapt.policy.worth import QUICK, Appraiser, Counts, Row, Worth, tpot_ms_of
 
@@ -235,7 +236,7 @@ class Divider:
                 self._tightest[tp] = self._tightest_ms(speed)
             own, tightest = tpot_ms_of(row), self._tightest[tp]
             if tightest < own:
-                own = min(own, guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY)
+                own = min(own, guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0), FILL) / SAFETY)
             self._decodings[key] = decoding(row.demand, speed, own, self._handover_ms)
         return self._decodings[key]
 

@@ -199,16 +199,16 @@ def shared_corrections(learned: Mapping[int, Correction], *, measured: bool) -> 
 
     Args:
         learned: by TP size.
-        measured: the times are those of a profile, which is right for each size until it is seen to be wrong there.
+        measured: the times are those of a profile, which is right for each size until it is seen to be slower there.
             Reckoned ones err for all sizes alike: an unseen size has the mean of the others, or it would look quick
-            beside sizes that have turned out to be slow.
+            beside sizes that have turned out to be slow. What has turned out to be quicker is so for all sizes of
+            either: the machine is, or forecasts leave the same out, and the size that serves would look best.
     """
-    if measured:
-        return dict(learned)
 
     def mean(factors: Iterable[float]) -> float:
         logs = [math.log(factor) for factor in factors if factor != 1.0]
-        return math.exp(sum(logs) / len(logs)) if logs else 1.0
+        found = math.exp(sum(logs) / len(logs)) if logs else 1.0
+        return min(1.0, found) if measured else found
 
     prefill = mean(one.prefill for one in learned.values())
     decode = mean(one.decode for one in learned.values())

@@ -8,7 +8,7 @@ be compared with any other, the one that serves included.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from sglang_adapt.policy.admission import guarded_by_ms
 from sglang_adapt.policy.demand import Demand
 from sglang_adapt.policy.efficiency import Estimate, Speed, estimate, with_shorter_prompts
 from sglang_adapt.policy.limits import SAFETY
+from sglang_adapt.policy.reserve import FILL, NO_ROOM
 
 QUICK = 0.5
 """A request that ends within its targets is worth its tier's weight, and up to this part of it more, the nearer its
@@ -28,8 +29,9 @@ SLOW = 0.1
 
 Counts = Mapping[int, int]
 """Engines by TP size; one with none may be missing."""
-_Place = tuple[int, bool]
-"""Engines of a TP size that leave room for the tightest tier there (False), or that need not (True)."""
+_Place = tuple[int, float | None]
+"""Engines of a TP size: how far looser work fills what the tightest target leaves there (`reserve.guards`); None: these
+are looser work's own."""
 _CHOICE = 1.2
 """Under more load than there is room for, the mean prompt that is let in is shorter than the mean by this times the
 part that is left out times the spread of prompts (`Demand.prompt_spread`): so it was for 14B shapes on two traces, with
@@ -80,15 +82,36 @@ class _Beside:
     """A tier and a TP size where a tighter tier is.
 
     Attributes:
-        guarded: its estimate on an engine that leaves room for the tighter one.
+        guarded: its estimate on an engine of the tighter one.
         tpot_ms: the target that it has there; None if there is none.
-        looser, asked: what is asked for there by weight: what is looser than the tightest, and all.
     """
 
     guarded: Estimate
     tpot_ms: float | None
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """What is asked for at a TP size.
+
+    Attributes:
+        tightest_ms: least TPOT target; infinite if there is none.
+        looser, asked: by weight, what is looser than that, and all.
+    """
+
+    tightest_ms: float
     looser: float
     asked: float
+
+    def open_ones(self, count: int) -> int:
+        """Of `count` engines, those that are looser work's own: its share."""
+        if self.asked <= 0:
+            return 0
+        return min(count - 1, math.floor(count * self.looser / self.asked + 0.5))
+
+    def fill(self, count: int) -> float:
+        """How far looser work goes on the others."""
+        return FILL if self.open_ones(count) else NO_ROOM
 
 
 @dataclass(frozen=True)
@@ -117,8 +140,9 @@ class Appraiser:
 
     rows: Sequence[Row]
     speeds: Mapping[int, Speed]
-    _shared: dict[tuple[str, int], _Beside | None] = field(default_factory=dict)
-    _blends: dict[tuple[str, int, int, int], Estimate] = field(default_factory=dict)
+    _shared: dict[tuple[str, int, float], _Beside | None] = field(default_factory=dict)
+    _shares: dict[int, _Shares] = field(default_factory=dict)
+    _blends: dict[tuple[str, int, int], Estimate] = field(default_factory=dict)
     _shorter: dict[tuple[str, _Place, float], Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,26 +153,30 @@ class Appraiser:
         whole = {
             place: float(number) for tp, count in counts.items() if count for place, number in self._places(tp, count)
         }
-        free = dict(whole)
+        free, shares = dict(whole), self._fair_shares(whole)
         given: list[tuple[Row, list[tuple[_Place, Estimate, float]]]] = [(row, []) for row in self.order]
         for first in (True, False):
             for row, parts in given:
+                mine = {
+                    place: min(left, whole[place] * shares.get((row.tier, place), 1.0)) if first else left
+                    for place, left in free.items()
+                    if left > 0 and (not first or self._comes_first(row, place))
+                }
                 room = [
                     (place, one, left * one.capacity_rps)
-                    for place, left in free.items()
-                    if left > 0 and (one := self._at(row, place)).capacity_rps > 0
-                    if not first or self._comes_first(row, place)
+                    for place, left in mine.items()
+                    if (one := self._at(row, place)).capacity_rps > 0
                 ]
                 total = sum(rate for _, _, rate in room)
                 missing = row.offered_rps - sum(rate for _, _, rate in parts)
                 if 0 < total < missing:
-                    room = self._let_in(row, room, free, missing)
+                    room = self._let_in(row, room, mine, missing)
                     total = sum(rate for _, _, rate in room)
                 filled = min(1.0, missing / total) if total > 0 and missing > 0 else 0.0
                 if filled:
                     parts += [(place, one, filled * rate) for place, one, rate in room]
                     for place, _, _ in room:
-                        free[place] *= 1 - filled
+                        free[place] -= filled * mine[place]
         value, carried, times = 0.0, {}, {}
         quick = self._quick(given)
         for row, parts in given:
@@ -159,6 +187,24 @@ class Appraiser:
                 times[row.tier] = busy / rate
                 value += row.weight * rate * (1 + quick * min(1.0, row.alone_ms / times[row.tier]))
         return Worth(value, carried, times)
+
+    def _fair_shares(self, places: Iterable[_Place]) -> dict[tuple[str, _Place], float]:
+        """The part of engines that a tier has where none leaves room for another one: as much as it asks for,
+        by weight.
+
+        By tier and place; of other places all is there for who comes first.
+        """
+        found = {}
+        for place in places:
+            if place[1] == NO_ROOM:
+                asked = {
+                    row.tier: row.weight * row.offered_rps / one.capacity_rps
+                    for row in self.order
+                    if (one := self._at(row, place)).capacity_rps > 0
+                }
+                whole = sum(asked.values())
+                found.update({(tier, place): part / whole for tier, part in asked.items() if whole > 0})
+        return found
 
     def _let_in(
         self, row: Row, room: Sequence[tuple[_Place, Estimate, float]], free: Mapping[_Place, float], missing: float
@@ -200,70 +246,78 @@ class Appraiser:
         return QUICK * max(0.0, 1 - left / SLOW)
 
     def on(self, row: Row, tp: int, counts: Counts) -> Estimate:
-        """A tier's estimate where a tighter one is: as in admission, it leaves room for that one on a part of the
+        """A tier's estimate where a tighter one is: as in admission, it keeps to that one's target on a part of the
         engines (`reserve.guards`). Its first tokens may come as late as its own target says."""
-        alone, shared = row.estimates[tp], self._beside(row, tp)
-        if not alone.capacity_rps or shared is None:
+        alone = row.estimates[tp]
+        if not alone.capacity_rps:
             return alone
-        guarded = shared.guarded
-        count = counts[tp]
-        open_ones = _open_ones(count, shared)
-        blend = (row.tier, tp, open_ones, count)
+        count, shares = counts[tp], self._shares_of(tp)
+        shared = self._beside(row, tp, shares.fill(count))
+        if shared is None:
+            return alone
+        blend = (row.tier, tp, count)
         if blend not in self._blends:
-            self._blends[blend] = _blended(guarded, alone, open_ones / count)
+            self._blends[blend] = _blended(shared.guarded, alone, shares.open_ones(count) / count)
         return self._blends[blend]
 
     def _places(self, tp: int, count: int) -> list[tuple[_Place, int]]:
-        """A size's engines: those that leave room for the tightest tier there, and the others, which need not
-        (`reserve.guards`)."""
-        for row in self.order:
-            shared = self._beside(row, tp) if row.estimates[tp].capacity_rps > 0 else None
-            if shared is not None and (open_ones := _open_ones(count, shared)):
-                return [((tp, False), count - open_ones), ((tp, True), open_ones)]
-        return [((tp, False), count)]
+        """A size's engines: those of the tightest tier there, and looser work's own (`reserve.guards`)."""
+        shares = self._shares_of(tp)
+        own: _Place = (tp, shares.fill(count))
+        open_ones = shares.open_ones(count)
+        return [(own, count - open_ones), ((tp, None), open_ones)] if open_ones else [(own, count)]
 
     def _at(self, row: Row, place: _Place) -> Estimate:
-        tp, is_open = place
-        shared = None if is_open else self._beside(row, tp)
+        tp, fill = place
+        shared = None if fill is None else self._beside(row, tp, fill)
         return row.estimates[tp] if shared is None else shared.guarded
 
     def _with_shorter_prompts(self, row: Row, place: _Place, part: float) -> Estimate:
         """The same, of prompts that have in the mean this part of the tokens of all."""
         key = (row.tier, place, part)
         if key not in self._shorter:
-            tp, is_open = place
-            shared, asked = None if is_open else self._beside(row, tp), row.demand
+            tp, fill = place
+            shared, asked = None if fill is None else self._beside(row, tp, fill), row.demand
             shorter = replace(asked, prompt_tokens=part * asked.prompt_tokens, prompt_spread=part * asked.prompt_spread)
             target_ms = asked.terms.tpot_ms if shared is None else shared.tpot_ms
             self._shorter[key] = with_shorter_prompts(self._at(row, place), shorter, self.speeds[tp], target_ms)
         return self._shorter[key]
 
     def _comes_first(self, row: Row, place: _Place) -> bool:
-        """The tightest tier does where room is left for it, the others where none is. What one of them leaves is
-        anybody's: that a burst of the tightest one takes all engines is not what admission does."""
-        tp, is_open = place
-        return is_open == (self._beside(row, tp) is not None)
+        """The tightest tier does on its own engines, the others on theirs, and all of them where none leaves room. What
+        one of them leaves is anybody's: that a burst of the tightest one takes all engines is not what admission does.
+        """
+        tp, fill = place
+        return fill == NO_ROOM or (fill is None) == (tpot_ms_of(row) > self._shares_of(tp).tightest_ms)
 
-    def _beside(self, row: Row, tp: int) -> _Beside | None:
-        key = (row.tier, tp)
+    def _beside(self, row: Row, tp: int, fill: float) -> _Beside | None:
+        key = (row.tier, tp, fill)
         if key not in self._shared:
-            self._shared[key] = self._beside_tighter(row, tp)
+            self._shared[key] = self._beside_tighter(row, tp, fill)
         return self._shared[key]
 
-    def _beside_tighter(self, row: Row, tp: int) -> _Beside | None:
+    def _beside_tighter(self, row: Row, tp: int, fill: float) -> _Beside | None:
         """None if no tier there is tighter."""
-        own, alone = row.demand.terms, row.estimates[tp]
-        there = [other for other in self.order if other.estimates[tp].capacity_rps > 0]
-        tightest = min((tpot_ms_of(other) for other in there), default=math.inf)
-        if tightest >= tpot_ms_of(row):
+        own, alone, tightest_ms = row.demand.terms, row.estimates[tp], self._shares_of(tp).tightest_ms
+        if tightest_ms >= tpot_ms_of(row):
             return None
         speed = self.speeds[tp]
-        most = min(guarded_by_ms(tightest, speed.times.decode_ms(1, 1.0)) / SAFETY, tpot_ms_of(row))
+        most = min(guarded_by_ms(tightest_ms, speed.times.decode_ms(1, 1.0), fill) / SAFETY, tpot_ms_of(row))
         finite = math.isfinite(most)
         guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if finite else alone
-        asked = sum(other.weight * other.demand.rate_rps for other in there)
-        looser = sum(other.weight * other.demand.rate_rps for other in there if tpot_ms_of(other) > tightest)
-        return _Beside(guarded, most if finite else own.tpot_ms, looser, asked)
+        return _Beside(guarded, most if finite else own.tpot_ms)
+
+    def _shares_of(self, tp: int) -> _Shares:
+        if tp not in self._shares:
+            there = [row for row in self.order if row.estimates[tp].capacity_rps > 0]
+            tightest_ms = min((tpot_ms_of(row) for row in there), default=math.inf)
+            looser = [row for row in there if tpot_ms_of(row) > tightest_ms]
+            self._shares[tp] = _Shares(
+                tightest_ms,
+                sum(row.weight * row.demand.rate_rps for row in looser),
+                sum(row.weight * row.demand.rate_rps for row in there),
+            )
+        return self._shares[tp]
 
 
 def longest_held(counts: Counts, speeds: Mapping[int, Speed]) -> int:
@@ -275,13 +329,6 @@ def tpot_ms_of(row: Row) -> float:
     """A tier's target; infinite without one."""
     tpot_ms = row.demand.terms.tpot_ms
     return math.inf if tpot_ms is None else tpot_ms
-
-
-def _open_ones(count: int, beside: _Beside) -> int:
-    """Of `count` engines, those that leave no room for the tightest tier: the looser ones' share."""
-    if beside.asked <= 0:
-        return 0
-    return min(count - 1, math.floor(count * beside.looser / beside.asked + 0.5))
 
 
 def _blended(first: Estimate, second: Estimate, share: float) -> Estimate:

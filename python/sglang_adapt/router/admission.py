@@ -195,6 +195,8 @@ class Admission:
         job = self._job(terms, tokens, output, now - arrived)
         decision = self._decide(replace_reject(terms), job, loads, unlimited=True)
         self._records[rid] = Record(terms, tokens, arrived, decision, output, prefixes=prefixes)
+        if decision.outcome is Outcome.FEASIBLE and (known is None or not known.promised):
+            self._expected.fared.promised(terms.tier)
         if known is None:
             self._waiting[terms.tier] += 1
         if decision.engine is not None:
@@ -234,6 +236,7 @@ class Admission:
             decision = self._place(self._job_of(record), loads)
             if decision is not None and decision.engine is not None:
                 record.decision = decision
+                self._expected.fared.promised(record.terms.tier)
                 held.drop(first)
                 return first, decision.engine
         rid = first or held.first()
@@ -373,6 +376,8 @@ class Admission:
         self._learning.ended(rid, record, None if engine is None else engine.name, finished=finished)
         if finished:
             self._outputs.finished(record.terms.tier, record.output)
+            if record.promised and record.missed:
+                self._expected.fared.broken(record.terms.tier)
         self._report(record.report(rid, finished=finished))
 
     # Figures.

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_adapt.core.slo import SloConfig, Terms, Tier
-from sglang_adapt.policy.reserve import Asked, Place, guards
+from sglang_adapt.policy.reserve import Asked, Guard, Place, guards
+from sglang_adapt.router.fared import Fared
 
 _EXPECTED_MS = 10_000.0
 """A tier that has had a request in this time is expected to have another one, for which room is left."""
@@ -35,7 +36,8 @@ class Expected:
         self._tiers_of: Mapping[str, frozenset[str]] = {}
         self._seen_ms: dict[str, float] = {}
         self._asked: dict[str, tuple[float, float]] = {}
-        self._guarding: tuple[float, tuple[str, ...], Mapping[str, float]] | None = None
+        self.fared = Fared(clock_ms)
+        self._guarding: tuple[float, tuple[str, ...], Mapping[str, Guard]] | None = None
 
     def use(self, config: SloConfig, tiers_of: Mapping[str, frozenset[str]]) -> None:
         """Other tiers, or other tiers promised on engines, from now on."""
@@ -44,6 +46,7 @@ class Expected:
     def asked(self, terms: Terms) -> None:
         """A request has come. One that is refused counts as well: room is to be there for the next one."""
         now = self._clock_ms()
+        self.fared.came(terms.tier)
         self._asked[terms.tier] = (self._rate(terms.tier, now) + 1.0, now)
         if terms.tpot_ms is not None:
             if terms.tier not in self._seen_ms:
@@ -63,8 +66,8 @@ class Expected:
         gap_ms = _EXPECTED_MS / sum(self._rate(tier, last) for tier in self._asked)
         return self._clock_ms() - last > max(_QUIET_MS, _QUIET_GAPS * gap_ms)
 
-    def guards(self, engines: Sequence[str]) -> Mapping[str, float]:
-        """TPOT targets by engine, of all that serve, for which looser work leaves room there."""
+    def guards(self, engines: Sequence[str]) -> Mapping[str, Guard]:
+        """What looser work keeps to, by engine, of all that serve."""
         now, names = self._clock_ms(), tuple(engines)
         if self._guarding is not None:
             decided, of, known = self._guarding
@@ -72,7 +75,13 @@ class Expected:
                 return known
         places = [Place(name, self._alone_ms(name), self._tiers_of.get(name)) for name in names]
         asked = [
-            Asked(tier.name, tier.tpot_ms, tier.weight * self._rate(tier.name, now))
+            Asked(
+                tier.name,
+                tier.tpot_ms,
+                tier.weight * self._rate(tier.name, now),
+                tier.weight,
+                self.fared.kept(tier.name),
+            )
             for tier in self._expected()
             if tier.tpot_ms is not None
         ]

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from sglang_adapt.policy.admission import WINDOW_MS, Load
 from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.profile import Corrected, Correction, Times
+from sglang_adapt.policy.reserve import Guard
 from sglang_adapt.policy.tally import Tally
 from sglang_adapt.router.prefixes import Prefix, Prefixes
+
+_OPEN = Guard()
 
 
 class Loads:
@@ -47,7 +50,7 @@ class Loads:
         self,
         engines: Sequence[str],
         prefixes: Sequence[Prefix] = (),
-        guards: Mapping[str, float] | None = None,
+        guards: Mapping[str, Guard] | None = None,
         waits_ms: float = 0.0,
     ) -> list[Load]:
         """The loads of engines, by name.
@@ -55,7 +58,7 @@ class Loads:
         Args:
             engines: their names.
             prefixes: of the prompt that is to be placed.
-            guards: TPOT targets for which looser work leaves room there; None: nothing is to be placed.
+            guards: what looser work keeps to; None: nothing is to be placed.
             waits_ms: loosest TPOT target of work that waits for room; 0 if none does.
         """
         now = self._clock_ms()
@@ -69,7 +72,7 @@ class Loads:
         times: Times,
         now: float,
         prefixes: Sequence[Prefix],
-        guards: Mapping[str, float],
+        guards: Mapping[str, Guard],
         waits_ms: float,
     ) -> Load:
         sums = self._tally.of(name)
@@ -83,7 +86,7 @@ class Loads:
             self._prefill_ms(name, now),
             self._bounds[self._tp_of[name]],
             self.prefixes.cached(name, prefixes) if prefixes else 0,
-            guards.get(name, math.inf),
+            guards.get(name, _OPEN),
             sums.decoding,
             sums.preemptible,
             self.tiers_of.get(name),

@@ -49,6 +49,25 @@ class Record:
         return self.decision.outcome is Outcome.FEASIBLE
 
     @property
+    def ttft_ms(self) -> float | None:
+        """From its arrival to its first token, if that has come."""
+        return None if self.first_ms is None else self.first_ms - self.arrived_ms
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Between its tokens so far, the mean; None if there are fewer than two."""
+        if self.first_ms is None or self.output < 2:
+            return None
+        return (self.last_ms - self.first_ms) / (self.output - 1)
+
+    @property
+    def missed(self) -> bool:
+        """Is one of its targets missed by what it has so far?"""
+        ttft, tpot = self.ttft_ms, self.tpot_ms
+        late = ttft is not None and self.terms.ttft_ms is not None and ttft > self.terms.ttft_ms
+        return late or (tpot is not None and self.terms.tpot_ms is not None and tpot > self.terms.tpot_ms)
+
+    @property
     def priority(self) -> int:
         """Stock's `priority`: by what was promised. Old work counts as promised: it waits no longer."""
         return FEASIBLE if self.aged else _PRIORITY[self.decision.outcome]
@@ -70,9 +89,6 @@ class Record:
 
     def report(self, rid: str, *, finished: bool) -> RequestReport:
         """How it has ended: finished, or aborted or failed."""
-        tpot = None
-        if self.first_ms is not None and self.output > 1:
-            tpot = (self.last_ms - self.first_ms) / (self.output - 1)
         return RequestReport(
             rid=rid,
             terms=self.terms,
@@ -81,8 +97,8 @@ class Record:
             engine=self.engine,
             arrived_ms=self.arrived_ms,
             queue_ms=None if self.sent_ms is None else self.sent_ms - self.arrived_ms,
-            ttft_ms=None if self.first_ms is None else self.first_ms - self.arrived_ms,
-            tpot_ms=tpot,
+            ttft_ms=self.ttft_ms,
+            tpot_ms=self.tpot_ms,
             forecast_ttft_ms=self.decision.ttft_ms,
             forecast_tpot_ms=self.decision.tpot_ms,
             prompt_tokens=self.tokens,
