@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from aiohttp import web
@@ -25,6 +26,7 @@ from goodput.timeline import timeline, watch_layout, watch_plans
 from sglang_adapt.core.ablation import STEPS
 from sglang_adapt.core.slo_file import read_slo_config
 
+Noted = TypeVar("Noted")
 TIERS = ("strict", "loose")
 COMMON = Common(4, ("--both",), ("--ours",), ("--stock",), "tiers.json", "profile.json", False)
 
@@ -162,54 +164,42 @@ def test_timeline() -> None:
     }
 
 
+async def watched(
+    watch: Callable[[str], Coroutine[Any, Any, list[tuple[float, Noted]]]], path: str, said: Sequence[Any]
+) -> list[Noted]:
+    """What is noted of a server that answers this at `path`, one after the other (None: an error), then the last."""
+    left, over = list(said), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if not left:
+            # What was said before is noted by now.
+            over.set()
+        one = left.pop(0) if left else said[-1]
+        return web.Response(status=500) if one is None else web.json_response(one)
+
+    app = web.Application()
+    app.router.add_get(path, answer)
+    async with TestServer(app) as server:
+        task = asyncio.create_task(watch(str(server.make_url("")).rstrip("/")))
+        await over.wait()
+        task.cancel()
+        return [what for _, what in await task]
+
+
 def test_layouts_are_noted_when_they_change_and_when_nobody_answers() -> None:
     said = ["tp1@0,tp1@1", "tp1@0,tp1@1", None, "tp2@0-1"]
-
-    async def watched() -> list[tuple[float, str]]:
-        over = asyncio.Event()
-
-        async def engines(request: web.Request) -> web.Response:
-            if len(said) == 1:
-                # What was said before is noted by now.
-                over.set()
-            layout = said.pop(0) if len(said) > 1 else said[0]
-            return web.Response(status=500) if layout is None else web.json_response({"layout": layout})
-
-        app = web.Application()
-        app.router.add_get("/adapt/engines", engines)
-        async with TestServer(app) as server:
-            task = asyncio.create_task(watch_layout(str(server.make_url("")).rstrip("/")))
-            await over.wait()
-            task.cancel()
-            return await task
-
-    seen = [layout for _, layout in asyncio.run(watched())]
-    assert seen[:2] == ["tp1@0,tp1@1", "unknown"]
+    answers = [None if one is None else {"layout": one} for one in said]
+    seen = asyncio.run(watched(watch_layout, "/adapt/engines", answers))
+    assert seen == ["tp1@0,tp1@1", "unknown", "tp2@0-1"]
 
 
 def test_what_the_planner_thinks_is_noted_when_it_changes_and_not_when_nobody_answers() -> None:
     said = [{"1 x TP 2": 2.0}, {"1 x TP 2": 2.0}, None, {"2 x TP 1": 3.0, "1 x TP 2": 2.0}]
-
-    async def watched() -> list[tuple[float, dict[str, float]]]:
-        over = asyncio.Event()
-
-        async def plan(request: web.Request) -> web.Response:
-            if not said:
-                over.set()
-                return web.Response(status=404)
-            values = said.pop(0)
-            options = [{"engines": engines, "value": value} for engines, value in (values or {}).items()]
-            return web.Response(status=500) if values is None else web.json_response({"options": options})
-
-        app = web.Application()
-        app.router.add_get("/adapt/plan", plan)
-        async with TestServer(app) as server:
-            task = asyncio.create_task(watch_plans(str(server.make_url("")).rstrip("/")))
-            await over.wait()
-            task.cancel()
-            return await task
-
-    seen = [values for _, values in asyncio.run(watched())]
+    answers = [
+        None if one is None else {"options": [{"engines": name, "value": value} for name, value in one.items()]}
+        for one in said
+    ]
+    seen = asyncio.run(watched(watch_plans, "/adapt/plan", answers))
     assert seen == [{"1 x TP 2": 2.0}, {"2 x TP 1": 3.0, "1 x TP 2": 2.0}]
 
 
