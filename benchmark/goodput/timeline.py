@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
+_Noted = TypeVar("_Noted")
 _EVERY_S = 0.5
 
 
 async def watch_layout(url: str) -> list[tuple[float, str]]:
     """Note the layout of a server of ours until cancelled: seconds from now, and each layout that is another one."""
-    seen: list[tuple[float, str]] = []
-    begun = perf_counter()
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
-            while True:
-                active = await _layout(session, url)
-                if not seen or seen[-1][1] != active:
-                    seen.append((round(perf_counter() - begun, 2), active))
-                await asyncio.sleep(_EVERY_S)
-    except asyncio.CancelledError:
-        return seen
+    return await _watch(url, _layout)
 
 
 async def watch_plans(url: str) -> list[tuple[float, dict[str, float]]]:
@@ -35,14 +26,21 @@ async def watch_plans(url: str) -> list[tuple[float, dict[str, float]]]:
         Seconds from now, and by layout the weighted requests/s that it is worth, the best one first. Nothing of a
         server that has no planner.
     """
-    seen: list[tuple[float, dict[str, float]]] = []
+    return await _watch(url, _values)
+
+
+async def _watch(
+    url: str, look: Callable[[aiohttp.ClientSession, str], Awaitable[_Noted]]
+) -> list[tuple[float, _Noted]]:
+    """Note what is seen until cancelled, when it is something and another thing than before."""
+    seen: list[tuple[float, _Noted]] = []
     begun = perf_counter()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
             while True:
-                values = await _values(session, url)
-                if values and (not seen or seen[-1][1] != values):
-                    seen.append((round(perf_counter() - begun, 2), values))
+                found = await look(session, url)
+                if found and (not seen or seen[-1][1] != found):
+                    seen.append((round(perf_counter() - begun, 2), found))
                 await asyncio.sleep(_EVERY_S)
     except asyncio.CancelledError:
         return seen

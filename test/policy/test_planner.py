@@ -394,6 +394,10 @@ def test_a_loose_tier_that_shares_an_engine_is_held_to_the_tightest_targets() ->
     assert shared.worth({4: 1}).carried_rps["loose"] < 0.8 * alone
     assert shared.worth({4: 2}).carried_rps["loose"] > alone
     assert shared.worth({1: 4}).carried_rps["strict"] == 0.0
+    # All of it has room if its weight asks for that, or else its share.
+    dear = row(replace(strict, terms=replace(strict.terms, weight=50.0)), 1.0)
+    weighted = Appraiser([rows[0], dear], shared.speeds)
+    assert weighted.worth({4: 1}).carried_rps["strict"] == pytest.approx(1.0)
 
 
 def test_tiers_that_share_an_engine_have_it_by_what_they_ask_for_and_by_weight() -> None:

@@ -154,6 +154,7 @@ def test_a_size_of_which_nothing_was_seen_is_corrected_as_the_others() -> None:
     assert shared[1] == learned[1]
     assert (shared[2].prefill, shared[2].decode) == (9.0, pytest.approx(2.0))
     assert (shared[4].prefill, shared[4].decode) == (pytest.approx(6.0), pytest.approx(2.0))
+    assert shared_corrections(learned, measured=True) == learned
     assert shared_corrections({1: Correction()}, measured=False) == {1: Correction()}
 
 

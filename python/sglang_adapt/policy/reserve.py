@@ -79,14 +79,17 @@ def guards(places: Sequence[Place], asked: Collection[Asked]) -> dict[str, Guard
     for one in asked:
         mine = [place for place in places if place.tiers is None or one.tier in place.tiers]
         looser = sum(other.share for other in asked if other.tpot_ms > one.tpot_ms)
-        left = math.floor(len(mine) * looser / whole + 0.5) if whole > 0 else 0
+        left = open_ones(len(mine), looser, whole)
         mine.sort(key=lambda place: place.alone_ms)
-        guarding = mine[: max(1, len(mine) - left)]
-        roomy = len(guarding) < len(mine) or _fares_worse(one, asked)
-        guard = Guard(one.tpot_ms, FILL if roomy else NO_ROOM)
-        for place in guarding:
+        guard = Guard(one.tpot_ms, FILL if left > 0 or _fares_worse(one, asked) else NO_ROOM)
+        for place in mine[: len(mine) - left]:
             found[place.engine] = min(found[place.engine], guard, key=lambda guard: guard.tpot_ms)
     return found
+
+
+def open_ones(engines: int, looser: float, whole: float) -> int:
+    """Of a tier's engines, those that looser work has to itself: its share of what is asked for, but not all."""
+    return min(engines - 1, math.floor(engines * looser / whole + 0.5)) if engines and whole > 0 else 0
 
 
 def _fares_worse(tier: Asked, asked: Collection[Asked]) -> bool:

@@ -8,7 +8,7 @@ be compared with any other, the one that serves included.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from sglang_adapt.policy.admission import guarded_by_ms
 from sglang_adapt.policy.demand import Demand
 from sglang_adapt.policy.efficiency import Estimate, Speed, estimate, with_shorter_prompts
 from sglang_adapt.policy.limits import SAFETY
-from sglang_adapt.policy.reserve import FILL, NO_ROOM
+from sglang_adapt.policy.reserve import FILL, NO_ROOM, open_ones
 
 QUICK = 0.5
 """A request that ends within its targets is worth its tier's weight, and up to this part of it more, the nearer its
@@ -105,9 +105,7 @@ class _Shares:
 
     def open_ones(self, count: int) -> int:
         """Of `count` engines, those that are looser work's own: its share."""
-        if self.asked <= 0:
-            return 0
-        return min(count - 1, math.floor(count * self.looser / self.asked + 0.5))
+        return open_ones(count, self.looser, self.asked)
 
     def fill(self, count: int) -> float:
         """How far looser work goes on the others."""
@@ -142,6 +140,7 @@ class Appraiser:
     speeds: Mapping[int, Speed]
     _shared: dict[tuple[str, int, float], _Beside | None] = field(default_factory=dict)
     _shares: dict[int, _Shares] = field(default_factory=dict)
+    _fair: dict[_Place, dict[str, float]] = field(default_factory=dict)
     _blends: dict[tuple[str, int, int], Estimate] = field(default_factory=dict)
     _shorter: dict[tuple[str, _Place, float], Estimate] = field(default_factory=dict)
 
@@ -153,12 +152,12 @@ class Appraiser:
         whole = {
             place: float(number) for tp, count in counts.items() if count for place, number in self._places(tp, count)
         }
-        free, shares = dict(whole), self._fair_shares(whole)
+        free = dict(whole)
         given: list[tuple[Row, list[tuple[_Place, Estimate, float]]]] = [(row, []) for row in self.order]
         for first in (True, False):
             for row, parts in given:
                 mine = {
-                    place: min(left, whole[place] * shares.get((row.tier, place), 1.0)) if first else left
+                    place: min(left, whole[place] * self._fair_share(row, place)) if first else left
                     for place, left in free.items()
                     if left > 0 and (not first or self._comes_first(row, place))
                 }
@@ -188,23 +187,20 @@ class Appraiser:
                 value += row.weight * rate * (1 + quick * min(1.0, row.alone_ms / times[row.tier]))
         return Worth(value, carried, times)
 
-    def _fair_shares(self, places: Iterable[_Place]) -> dict[tuple[str, _Place], float]:
-        """The part of engines that a tier has where none leaves room for another one: as much as it asks for,
-        by weight.
-
-        By tier and place; of other places all is there for who comes first.
-        """
-        found = {}
-        for place in places:
-            if place[1] == NO_ROOM:
-                asked = {
-                    row.tier: row.weight * row.offered_rps / one.capacity_rps
-                    for row in self.order
-                    if (one := self._at(row, place)).capacity_rps > 0
-                }
-                whole = sum(asked.values())
-                found.update({(tier, place): part / whole for tier, part in asked.items() if whole > 0})
-        return found
+    def _fair_share(self, row: Row, place: _Place) -> float:
+        """The part of engines that a tier has where none leaves room for another one: as much as it asks for, by
+        weight. Elsewhere all is there for who comes first."""
+        if place[1] != NO_ROOM:
+            return 1.0
+        if place not in self._fair:
+            asked = {
+                other.tier: other.weight * other.offered_rps / one.capacity_rps
+                for other in self.order
+                if (one := self._at(other, place)).capacity_rps > 0
+            }
+            whole = sum(asked.values())
+            self._fair[place] = {tier: part / whole for tier, part in asked.items() if whole > 0}
+        return self._fair[place].get(row.tier, 1.0)
 
     def _let_in(
         self, row: Row, room: Sequence[tuple[_Place, Estimate, float]], free: Mapping[_Place, float], missing: float

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_adapt.core.slo import SloConfig, Terms, Tier
 from sglang_adapt.policy.reserve import Asked, Guard, Place, guards
+from sglang_adapt.router.decaying import Decaying
 from sglang_adapt.router.fared import Fared
 
 _EXPECTED_MS = 10_000.0
@@ -35,7 +37,7 @@ class Expected:
         self._clock_ms = clock_ms
         self._tiers_of: Mapping[str, frozenset[str]] = {}
         self._seen_ms: dict[str, float] = {}
-        self._asked: dict[str, tuple[float, float]] = {}
+        self._asked: defaultdict[str, Decaying] = defaultdict(lambda: Decaying(_EXPECTED_MS))
         self.fared = Fared(clock_ms)
         self._guarding: tuple[float, tuple[str, ...], Mapping[str, Guard]] | None = None
 
@@ -47,7 +49,7 @@ class Expected:
         """A request has come. One that is refused counts as well: room is to be there for the next one."""
         now = self._clock_ms()
         self.fared.came(terms.tier)
-        self._asked[terms.tier] = (self._rate(terms.tier, now) + 1.0, now)
+        self._asked[terms.tier].add(1.0, now)
         if terms.tpot_ms is not None:
             if terms.tier not in self._seen_ms:
                 self._guarding = None
@@ -62,8 +64,8 @@ class Expected:
         """Has a load ended: has no request with or without targets come for much longer than before?"""
         if not self._asked:
             return True
-        last = max(at for _, at in self._asked.values())
-        gap_ms = _EXPECTED_MS / sum(self._rate(tier, last) for tier in self._asked)
+        last = max(asked.changed_ms for asked in self._asked.values())
+        gap_ms = _EXPECTED_MS / sum(asked.at(last) for asked in self._asked.values())
         return self._clock_ms() - last > max(_QUIET_MS, _QUIET_GAPS * gap_ms)
 
     def guards(self, engines: Sequence[str]) -> Mapping[str, Guard]:
@@ -78,7 +80,7 @@ class Expected:
             Asked(
                 tier.name,
                 tier.tpot_ms,
-                tier.weight * self._rate(tier.name, now),
+                tier.weight * self._asked[tier.name].at(now),
                 tier.weight,
                 self.fared.kept(tier.name),
             )
@@ -94,8 +96,3 @@ class Expected:
         now = self._clock_ms()
         self._seen_ms = {tier: at for tier, at in self._seen_ms.items() if now - at < _EXPECTED_MS}
         return [tier for tier in self._config.tiers if tier.name in self._seen_ms]
-
-    def _rate(self, tier: str, now: float) -> float:
-        """Requests of a tier, of which older ones count less."""
-        value, at = self._asked.get(tier, (0.0, now))
-        return value * math.exp((at - now) / _EXPECTED_MS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_adapt.policy.admission import WINDOW_MS, Load
@@ -10,6 +10,7 @@ from sglang_adapt.policy.limits import Bounds
 from sglang_adapt.policy.profile import Corrected, Correction, Times
 from sglang_adapt.policy.reserve import Guard
 from sglang_adapt.policy.tally import Tally
+from sglang_adapt.router.decaying import Decaying
 from sglang_adapt.router.prefixes import Prefix, Prefixes
 
 _OPEN = Guard()
@@ -44,7 +45,7 @@ class Loads:
         self._clock_ms = clock_ms
         self.tiers_of: Mapping[str, frozenset[str]] = {}
         self.prefixes = Prefixes()
-        self._prefill: dict[str, tuple[float, float]] = {}
+        self._prefill: defaultdict[str, Decaying] = defaultdict(lambda: Decaying(WINDOW_MS))
 
     def of(
         self,
@@ -83,7 +84,7 @@ class Loads:
             sums.unread,
             float(sums.context),
             sums.tightest_tpot_ms,
-            self._prefill_ms(name, now),
+            self._prefill[name].at(now),
             self._bounds[self._tp_of[name]],
             self.prefixes.cached(name, prefixes) if prefixes else 0,
             guards.get(name, _OPEN),
@@ -95,8 +96,4 @@ class Loads:
 
     def sent(self, engine: str, prefill_ms: float) -> None:
         """Prompts of late of an engine come to so much from now on, with one that was sent to it just now."""
-        self._prefill[engine] = (prefill_ms, self._clock_ms())
-
-    def _prefill_ms(self, engine: str, now: float) -> float:
-        value, at = self._prefill.get(engine, (0.0, now))
-        return value * math.exp((at - now) / WINDOW_MS)
+        self._prefill[engine].put(prefill_ms, self._clock_ms())
