@@ -116,12 +116,20 @@ def test_what_is_only_told_takes_no_other_method(path: str) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         answer = ask(status("ready"), method, path)
         assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+        assert answer.json() == {
+            "object": "error",
+            "message": "Method Not Allowed",
+            "type": "405",
+            "param": None,
+            "code": 405,
+        }
     assert ask(status("ready"), "HEAD", path).status_code == 200
 
 
 def test_engines_route() -> None:
     body = ask(status("ready", "dead"), "GET", "/adapt/engines").json()
     assert [(engine["name"], engine["state"]) for engine in body["engines"]] == [("tp1@0", "ready"), ("tp1@1", "dead")]
+    assert [engine["last_death"] for engine in body["engines"]] == [None, None]
 
 
 def test_a_router_that_hangs_does_not_keep_the_server_from_stopping(monkeypatch: pytest.MonkeyPatch) -> None:

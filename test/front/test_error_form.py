@@ -122,6 +122,19 @@ def test_a_stream_without_events_passes() -> None:
     ]
 
 
+@pytest.mark.parametrize(("path", "status"), [("/adapt/nothing", 404), ("/adapt/layout", 405), ("/adapts", 404)])
+def test_what_fastapi_answers_below_our_routes_has_the_form(path: str, status: int) -> None:
+    fields = json.loads(passed(path, status, JSON, b'{"detail": "No."}')[1]["body"])
+    assert fields == {"object": "error", "message": "No.", "type": str(status), "param": None, "code": status}
+
+
+def test_an_error_of_ours_passes_as_it_is() -> None:
+    said = {"object": "error", "message": NAMED, "type": "invalid_request", "param": "rates", "code": "bad_rates"}
+    body = json.dumps(said).encode()
+    start, end = passed("/adapt/plan", 400, JSON, body[:5], body[5:])
+    assert (start["headers"], end["body"]) == (JSON, body)
+
+
 def test_what_is_no_json_passes() -> None:
     assert passed("/generate", 400, [(b"content-type", b"text/plain")], b"no")[1]["body"] == b"no"
 
@@ -133,7 +146,7 @@ def test_what_is_no_json_passes() -> None:
         ("/v1/responses", True),
         ("/v1/messages", False),
         ("/api/chat", False),
-        ("/adapt/plan", False),
+        ("/adapt/plan", True),
     ],
 )
 def test_routes_with_a_form_of_their_own(path: str, ours: bool) -> None:

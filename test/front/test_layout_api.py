@@ -177,6 +177,14 @@ def test_a_plan_is_asked_for_by_rates() -> None:
         assert (status, said["code"], said["param"]) == (400, "bad_rates", "rates")
 
 
+@pytest.mark.parametrize(("tiers", "example"), [((), "20"), (("strict",), "strict:5"), (("a", "b", "c"), "a:5,b:20")])
+def test_rates_that_are_none_are_answered_with_some_of_this_server(tiers: tuple[str, ...], example: str) -> None:
+    handler = LayoutApi(Link(DONE), False, lambda: tiers).routes["GET", PLAN_PATH]  # type: ignore[arg-type]
+    message = json.loads(asyncio.run(handler(b"rates=strict:", None))[1])["message"]
+    assert f"give rates as ?rates={example}, or leave" in message
+    assert not isinstance(rates_of(f"rates={example}"), str)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "said"), [("GET", PATH, b""), ("POST", PATH, ORDER), ("GET", PLAN_PATH, b"rates=1")]
 )

@@ -9,6 +9,7 @@ import pytest
 from router_fakes import World
 from sglang.srt.managers import io_struct
 
+from sglang_adapt.policy.suspects import PAST_TOKENS
 from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError, NotSentError
 from sglang_adapt.router.engine import Engine, EngineState
 from sglang_adapt.router.repair import Repair
@@ -143,6 +144,77 @@ def test_an_engine_that_takes_no_messages_is_asked_again_and_is_no_death() -> No
                     await asyncio.sleep(0.001)
             await scene.settle()
         assert list(scene.world.engine("tp1@1").in_flight) == ["a"]
+
+    run(work())
+
+
+class Poison(Scene):
+    """A world in which one request ends every engine that goes on with it."""
+
+    async def call(self, engine: str, name: str, payload: dict[str, Any], epoch: int) -> list[dict[str, Any]]:
+        taken = await super().call(engine, name, payload, epoch)
+        if "poison" in self.world.engine(engine).in_flight:
+            self.die(engine)
+            raise EngineGoneError("gone")
+        return taken
+
+    async def settle(self) -> None:
+        await super().settle()
+        while dead := [name for name in ("tp1@0", "tp1@1") if self.world.engine(name).state is EngineState.DEAD]:
+            self.world.warm(*dead)
+            await super().settle()
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_request_that_ends_its_engines_takes_no_other_with_it(place: int) -> None:
+    async def work() -> None:
+        scene = Poison()
+        world = scene.world
+        rids = ["a", "b", "c", "d"]
+        rids.insert(place, "poison")
+        for rid in rids:
+            world.request(rid)
+            world.tokens(world.router.places.where[rid].name, rid, [100], 1)
+        scene.die(world.router.places.where["poison"].name)
+        await scene.settle()
+        # The innocent are tried one by one until each has passed the point of the death, or ended.
+        for _ in range(10):
+            for rid in list(world.router.journal):
+                if (engine := world.router.places.where[rid]) is not world.router.stranded:
+                    total = len(world.router.journal[rid].ids) + PAST_TOKENS
+                    world.tokens(engine.name, rid, list(range(PAST_TOKENS)), total)
+            await scene.settle()
+        [error] = world.tokenizer
+        assert (error.rid, error.finished_reason["status_code"]) == ("poison", 503)
+        assert {*world.router.journal} == {"a", "b", "c", "d"}
+        assert not world.router.stranded.in_flight
+
+    run(work())
+
+
+@pytest.mark.parametrize("end", ["finished", "aborted"])
+def test_the_next_suspect_is_tried_when_one_has_ended(end: str) -> None:
+    async def work() -> None:
+        scene = Scene()
+        for rid in ("a", "b", "c"):
+            scene.world.request(rid)
+            scene.world.tokens(scene.world.router.places.where[rid].name, rid, [100], 1)
+            scene.world.router.journal[rid].deaths = 1
+        scene.die("tp1@1")
+        scene.die("tp1@0")
+        await scene.settle()
+        scene.world.warm("tp1@0")
+        await scene.settle()
+        assert len(scene.world.engine("tp1@0").in_flight) == 1
+        for left in (2, 1, 0):
+            [rid] = scene.world.engine("tp1@0").in_flight
+            assert len(scene.world.router.stranded.in_flight) == left
+            if end == "finished":
+                scene.world.finish("tp1@0", rid)
+            else:
+                scene.world.reply("tp1@0", io_struct.AbortReq(rid=rid))
+            await scene.settle()
+        assert not scene.world.router.journal
 
     run(work())
 

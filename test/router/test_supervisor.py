@@ -37,6 +37,7 @@ class Run:
         self.behaviours = behaviours
         self.loaded: list[dict[int, dict[str, Any]]] = []
         self.lost: list[tuple[str, bool]] = []
+        self.started: list[list[int]] = []
         self.limit = RestartLimit(restarts, 60.0)
         self.may_start = True
 
@@ -56,6 +57,7 @@ class Run:
                 on_loaded=lambda spec, reports: self.loaded.append(reports),
                 on_lost=lambda spec, why, again: self.lost.append((why, again)),
                 may_start=lambda spec: self.may_start,
+                on_started=lambda spec, pids: self.started.append(pids),
             )
             self.supervisor.start(SPEC)
             try:
@@ -81,6 +83,7 @@ def test_all_ranks_report_then_one_is_killed_and_all_come_back() -> None:
         told = f"rank 1 (pid {first.pids[1]}) ended while serving"
         assert run.lost in ([(told, True)], [(f"{told} with signal 9", True)])
         assert not set(first.pids) & set(run.supervisor.run_of(SPEC).pids)
+        assert run.started == [first.pids, run.supervisor.run_of(SPEC).pids]
         assert all(not process.is_alive() for process in first.processes)
 
     Run(["ok", "ok"]).run(scenario)

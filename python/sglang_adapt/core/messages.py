@@ -25,7 +25,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
         role: what it does there now, one of `core.layout.Role`.
         in_flight: accepted and unfinished requests on it.
         restarts: how often it was restarted since the start of the server.
-        pids: process ids of its ranks.
+        pids: process ids of its ranks; none from when one has ended until all are started again.
+        last_death: why it was lost the last time; None if it never was.
         leased_blocks: KV blocks on each of its GPUs that it may use; None where there is no shared pool.
         free_blocks: KV blocks on each of its GPUs that nobody has.
     """
@@ -39,6 +40,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     leased_blocks: int | None = None
     free_blocks: int | None = None
     role: str = "mixed"
+    last_death: str | None = None
 
 
 class RouterStatus(msgspec.Struct, frozen=True, tag=True):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from sglang_adapt.core.messages import RouterStatus, no_engine_is_up
 from sglang_adapt.front.early import EarlyRefusals
-from sglang_adapt.front.error_form import formed
+from sglang_adapt.front.error_form import body_of, formed
 from sglang_adapt.front.errors import RETRY_AFTER_S, Refusal
 from sglang_adapt.front.gate import Admitted, Gate
 from sglang_adapt.front.link import RouterLink
@@ -226,7 +226,7 @@ class AdaptLayer:
                 await _answer(send, 200 if status_now is not None else 503, body)
                 return
         elif path in _OURS:
-            await _respond(send, 405, b'{"detail":"Method Not Allowed"}', allow=b"GET, HEAD")
+            await _respond(send, 405, body_of(405, {"message": "Method Not Allowed"}, path), allow=b"GET, HEAD")
             return
         if not _is_work(scope["method"], path):
             if path == "/metrics":
@@ -320,6 +320,7 @@ def _engines(status: RouterStatus) -> dict[str, Any]:
                 "in_flight": engine.in_flight,
                 "restarts": engine.restarts,
                 "pids": engine.pids,
+                "last_death": engine.last_death,
                 "leased_blocks": engine.leased_blocks,
                 "free_blocks": engine.free_blocks,
             }

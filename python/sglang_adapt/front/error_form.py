@@ -3,6 +3,7 @@
 Stock has four forms: `{"error": {"message"}}`, flat with a number as code, `{"detail"}`, and, where a stream is asked
 for on `/generate`, a 200 whose only event is the error. Here a stream's answer begins with its first event, as stock
 itself has it on OpenAI's routes, so a request that is refused gets its 400. Anthropic's and Ollama's keep their form.
+Errors of our own routes have it already; only FastAPI answers some below them, too (404, 405).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sglang_adapt.upstream.stock_refusals import explained
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
-_OTHERS = ("/v1/messages", "/api/", "/adapt")
+_OTHERS = ("/v1/messages", "/api/")
 """Routes with forms of their own."""
 _EVENT = b"data: "
 
@@ -58,7 +59,11 @@ def formed(send: Send, path: str) -> Send:
         read.extend(message.get("body", b""))
         if fails:
             if not message.get("more_body", False):
-                await _answer(send, start, start["status"], fields_of(bytes(read)), path)
+                if _is_ours(bytes(read)):
+                    await send(start)
+                    await send({"type": "http.response.body", "body": bytes(read)})
+                else:
+                    await _answer(send, start, start["status"], fields_of(bytes(read)), path)
             return
         if not read and message.get("more_body", False):
             return
@@ -73,6 +78,15 @@ def formed(send: Send, path: str) -> Send:
         await send(message)
 
     return wrapped
+
+
+def _is_ours(body: bytes) -> bool:
+    """Has an error the one form already? Only then is its code a word."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(said, dict) and said.get("object") == "error" and isinstance(said.get("code"), str)
 
 
 def fields_of(body: bytes) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from urllib.parse import parse_qs
 
 import msgspec
@@ -61,11 +61,13 @@ class LayoutApi:
     Args:
         link: to the router.
         has_key: the server has an admin key or an API key, which stock checks.
+        tiers: tells the names of the tiers now, none without tiers.
     """
 
-    def __init__(self, link: RouterLink, has_key: bool) -> None:
+    def __init__(self, link: RouterLink, has_key: bool, tiers: Callable[[], Iterable[str]] = lambda: ()) -> None:
         self._link = link
         self._has_key = has_key
+        self._tiers = tiers
 
     @property
     def routes(self) -> dict[tuple[str, str], Handler]:
@@ -103,12 +105,13 @@ class LayoutApi:
     async def plan(self, query: bytes, client: str | None) -> Answer:
         rates = rates_of(query.decode("ascii", "replace"))
         if isinstance(rates, str):
-            how = (
-                "give a rate to tiers of this server, as ?rates=interactive:5,standard:20, or ?rates=20 if it has "
-                "none, or leave rates out: then it is what would be done now"
-            )
+            how = f"give rates as ?rates={self._example()}, or leave rates out: then it is what would be done now"
             return refuse(400, "bad_rates", f"{rates}; {how}", "rates")
         return await _answered(self._link.plan(rates))
+
+    def _example(self) -> str:
+        """Rates as they may be asked for here."""
+        return ",".join(f"{tier}:{rate}" for tier, rate in zip(self._tiers(), (5, 20), strict=False)) or "20"
 
 
 def _fault(body: bytes, error: Exception) -> str:

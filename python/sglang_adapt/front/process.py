@@ -133,6 +133,9 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
     early = None if gate is None else EarlyRefusals(gate, counts=args.enable_metrics)
     slo = SloApi(tiers, gate, link.set_tiers, has_key=bool(args.api_key or args.admin_api_key))
 
+    def tier_names() -> list[str]:
+        return [] if gate is None else [tier.name for tier in gate.config.tiers]
+
     def page_data() -> dict[str, Any]:
         return {
             # A folder is nobody's business.
@@ -167,7 +170,7 @@ def _serve(argv: Sequence[str], run_dir: str, start_method: str) -> None:
                 "reload": None if gate is None else slo.reload,
             },
             lambda args: _warm_up(args, stopped),
-            LayoutApi(link, has_key=bool(args.api_key or args.admin_api_key)).routes | slo.routes,
+            LayoutApi(link, bool(args.api_key or args.admin_api_key), tier_names).routes | slo.routes,
             {EVENTS_PATH: watching(live)},
             early,
         )

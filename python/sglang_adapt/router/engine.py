@@ -27,6 +27,7 @@ class Engine:
     Attributes:
         name: e.g. `tp2@0-1`.
         send: puts one stock message on the engine's input; raises zmq.Again when nobody is connected.
+        last_death: why it was lost the last time; None if it never was.
         in_flight: request id to prompt tokens, for every request accepted and not ended.
         unread: of these the ones that have given no token yet, likewise.
         blocks: (leased, free) KV blocks on each of its GPUs; None without a shared pool.
@@ -37,6 +38,7 @@ class Engine:
     state: EngineState = EngineState.STARTING
     restarts: int = 0
     pids: list[int] = field(default_factory=list)
+    last_death: str | None = None
     in_flight: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int] = field(default_factory=dict)
     blocks: tuple[int, int] | None = None

@@ -124,7 +124,7 @@ class Lifecycle:
             logger.error("%s; starting it again", text)
         else:
             logger.critical("%s; it died too often, so it is given up", text)
-        engine.pids = []
+        engine.pids, engine.last_death = [], why
         self._router.engine_lost(engine, EngineState.DEAD if again else EngineState.FAILED, text)
         if self._modes is not None:
             self._modes.engine_lost(spec, text)

@@ -194,6 +194,7 @@ class _Process:
             on_lost=lambda spec, why, again: self._lifecycle.engine_lost(spec, why, again),
             on_gone=self._engine_gone,
             may_start=lambda spec: self.pools is None or self.pools.can_start(spec),
+            on_started=lambda spec, pids: self._starts.has_started(spec, pids),
         )
 
     def _engine_gone(self, spec: EngineSpec) -> None:

@@ -2,7 +2,8 @@
 
 They are handed over with the stock message by which they came and the tokens that their clients have: the engine reads
 prompt and tokens again and goes on behind them. While no engine of the layout is up they wait. A request whose engines
-die again and again may be the reason, and ends with a 503.
+die again and again may be the reason, and ends with a 503; before that it is tried alone, so that it does not take
+those with it that had the same engines (`policy/suspects.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Repair:
         router = self._router
         while True:
             # One that is too long for the engines of the layout waits for another layout, and the others do not.
-            placed = [(rid, engine) for rid in router.stranded.in_flight if (engine := router.engine_for(rid))]
+            placed = [(rid, engine) for rid in router.to_go_on() if (engine := router.engine_for(rid))]
             if not placed:
                 return
             rids = [rid for rid, engine in placed if engine is placed[0][1]][:_AT_ONCE]

@@ -10,6 +10,7 @@ import zmq
 
 from sglang_adapt.core.layout import Layout, Role
 from sglang_adapt.core.messages import AdmitAnswer, AdmitRequest, no_engine_is_up
+from sglang_adapt.policy.suspects import charged, to_go_on
 from sglang_adapt.router.admission import Admission
 from sglang_adapt.router.control import ControlFanOut
 from sglang_adapt.router.engine import Engine, EngineState
@@ -65,9 +66,10 @@ class Router:
         self._serving = Serving(layout, self.long)
         self.waiting = Waiting(self.long)
         self.places = Places(
-            self._serving, self.long, admission, outlets.tokenizer, taken=outlets.taken, ended=outlets.ended
+            self._serving, self.long, admission, outlets.tokenizer, taken=outlets.taken, ended=self._ended
         )
         self._deaths_limit = deaths_limit
+        self._suspects: set[str] = set()
         self.admission = admission
         self._traffic = traffic
         self._out = outlets
@@ -212,8 +214,12 @@ class Router:
     def strand(self, holder: Engine, rids: Iterable[str], why: str) -> None:
         """Requests have lost their engine; `repair.Repair` places them. One that has lost too many ends with a 503."""
         there = [rid for rid in rids if rid in holder.in_flight]
-        for rid in there:
+        for rid in charged({rid: self.journal[rid].record for rid in there}, self._deaths_limit):
             self.journal[rid].deaths += 1
+        for rid in there:
+            self.journal[rid].died_at = len(self.journal[rid].ids)
+            if self.journal[rid].record.is_suspect(self._deaths_limit):
+                self._suspects.add(rid)
         self.fail(holder, [rid for rid in there if not self._may_hold(rid)], f"no engine that holds it is left: {why}")
         there = [rid for rid in there if rid in holder.in_flight]
         hopeless = [rid for rid in there if self.journal[rid].deaths > self._deaths_limit]
@@ -230,6 +236,29 @@ class Router:
                 why,
             )
             self._out.stranded()
+
+    def to_go_on(self) -> list[str]:
+        """The stranded requests that may be placed now: of those that the next death would end only one, while no
+        other one of them may be why engines die."""
+        records = {rid: self.journal[rid].record for rid in self.stranded.in_flight}
+        return to_go_on(records, self._deaths_limit, one_is_tried=self._one_is_tried())
+
+    def _one_is_tried(self) -> bool:
+        """Does an engine run a suspect, or is about to, that has not passed its last death?"""
+        known = {rid: self.journal[rid].record for rid in self._suspects if rid in self.journal}
+        self._suspects = {rid for rid, record in known.items() if record.is_tried(self._deaths_limit)}
+        # One that is kept paused does no harm.
+        holders = (self.places.where.get(rid) for rid in self._suspects)
+        return any(holder is None or holder is self.moving or holder.name in self.engines for holder in holders)
+
+    def _look_at_suspects(self) -> None:
+        """A request has ended, or gone on: another one may be tried."""
+        if self._suspects and self.stranded.in_flight and not self._one_is_tried():
+            self._out.stranded()
+
+    def _ended(self, engine: Engine) -> None:
+        self._out.ended(engine)
+        self._look_at_suspects()
 
     def send_again(self, rid: str) -> bool:
         """Place a stranded request that has no tokens as if it came now; False if there is no engine for it now."""
@@ -502,4 +531,5 @@ class Router:
                     self.places.read(engine, output.rid)
                 entry.append(output.decoded, output.total)
         self._out.outputs(data)
+        self._look_at_suspects()
         self.let_go()

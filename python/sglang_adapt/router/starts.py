@@ -82,7 +82,11 @@ class EngineStarts:
         """Start the next wave of engines, if one is left."""
         for spec in self._waves.pop(0) if self._waves else ():
             logger.info("engine %s: starting %d rank%s", spec, spec.tp, "s" if spec.tp > 1 else "")
-            self._router.engines[spec.name].pids = self._supervisor.start(spec).pids
+            self._supervisor.start(spec)
+
+    def has_started(self, spec: EngineSpec, pids: list[int]) -> None:
+        """The ranks of an engine have been started, for the first time or again."""
+        self._router.engines[spec.name].pids = pids
 
     @property
     def begun(self) -> bool:
@@ -160,7 +164,6 @@ class EngineStarts:
         self._meeting[spec].close()
         self.infos[spec] = reports[0]
         run = self._supervisor.run_of(spec)
-        self._router.engines[spec.name].pids = run.pids
         logger.info("engine %s: loaded in %.1f s, warming up", spec, time.monotonic() - run.started_at)
         self._warm_up(spec, self._starts[spec])
 

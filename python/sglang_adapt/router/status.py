@@ -22,6 +22,7 @@ def status_of(router: Router) -> RouterStatus:
                 in_flight=len(engine.in_flight),
                 restarts=engine.restarts,
                 pids=engine.pids,
+                last_death=engine.last_death,
                 leased_blocks=None if engine.blocks is None else engine.blocks[0],
                 free_blocks=None if engine.blocks is None else engine.blocks[1],
             )

@@ -61,6 +61,7 @@ class Supervisor:
             reason and whether the engine will be started again.
         on_gone: all ranks of a lost engine have ended, so nothing of it touches memory any more; called before it
             is started again.
+        on_started: the ranks of a start have been started, the first or a later one; gets their process ids.
         may_start: asked before a lost engine is started again; if not, it waits for `retry`.
     """
 
@@ -74,6 +75,7 @@ class Supervisor:
         on_lost: Callable[[EngineSpec, str, bool], None],
         on_gone: Callable[[EngineSpec], None] = lambda spec: None,
         may_start: Callable[[EngineSpec], bool] = lambda spec: True,
+        on_started: Callable[[EngineSpec, list[int]], None] = lambda spec, pids: None,
     ) -> None:
         self._loop = loop
         self._context = context
@@ -83,6 +85,7 @@ class Supervisor:
         self._on_lost = on_lost
         self._on_gone = on_gone
         self._may_start = may_start
+        self._on_started = on_started
         self._runs: dict[EngineSpec, EngineRun] = {}
         self._restarts: dict[EngineSpec, Restarts] = {}
         self._stopping = False
@@ -125,6 +128,7 @@ class Supervisor:
             run.connections.append(reader)
             self._loop.add_reader(reader.fileno(), self._on_report, run, rank)
             self._loop.add_reader(process.sentinel, self._on_exit, run, rank)
+        self._on_started(spec, run.pids)
         return run
 
     def run_of(self, spec: EngineSpec) -> EngineRun:
