@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 import yaml
@@ -211,3 +212,9 @@ def test_a_target_is_a_positive_number_or_refused(text: str) -> None:
 def test_no_text_breaks_the_reader(text: str) -> None:
     with pytest.raises(SloFileError):
         parse_slo_config(text, "f")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "tiers.yaml")
+    with pytest.raises(SloFileError, match=r"tiers\.yaml is not a regular file"):
+        read_slo_config(str(tmp_path / "tiers.yaml"))

@@ -116,6 +116,18 @@ def test_a_refusal_names_its_parameter(path: str, text: str, param: str | None, 
             "the body is not JSON (byte 7): no",
         ),
         (
+            [
+                {
+                    "type": "is_instance_of",
+                    "loc": ("body", "is-instance[AbortReq]"),
+                    "msg": "Input should be an instance of AbortReq",
+                    "input": None,
+                }
+            ],
+            None,
+            "the body must be a JSON object with the fields of AbortReq, of their types",
+        ),
+        (
             [{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}],
             None,
             "the body must be a JSON",

@@ -32,7 +32,10 @@ def read_slo_config(source: str) -> SloConfig:
     if source == BUILT_IN_NAME:
         return BUILT_IN
     try:
-        data = Path(source).read_bytes()
+        if (path := Path(source)).exists() and not (path.is_file() or path.is_dir()):
+            # A pipe or a device would hold who reads it for ever.
+            raise SloFileError(f"{source} is not a regular file; give a YAML or JSON file of tiers")
+        data = path.read_bytes()
         if len(data) > MAX_FILE_BYTES:
             raise SloFileError(f"{source} has {len(data)} bytes; a file of tiers has at most {MAX_FILE_BYTES}")
         text = data.decode()

@@ -162,6 +162,9 @@ def body_fault(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
         return where[1], f"{where[1]} header: {said}"
     if kind == "value_error" and len(where) < 2:
         return None, said
+    if kind == "is_instance_of" and len(where) == 2:
+        # Of bodies that are structs of msgspec pydantic knows neither fields nor faults.
+        return None, f"the body must be a JSON object with the fields of {words[0].rpartition(' ')[2]}, of their types"
     if len(where) < 2 or not isinstance(where[1], str):
         return None, f"the body must be a JSON object: {said}"
     name = where[1] + "".join(f"[{step}]" for step in where[2:3] if isinstance(step, int))
