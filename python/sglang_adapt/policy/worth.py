@@ -140,9 +140,11 @@ class Appraiser:
     speeds: Mapping[int, Speed]
     _shared: dict[tuple[str, int, float], _Beside | None] = field(default_factory=dict)
     _shares: dict[int, _Shares] = field(default_factory=dict)
+    _found: dict[tuple[str, _Place], Estimate] = field(default_factory=dict)
+    _firsts: dict[tuple[str, _Place], float] = field(default_factory=dict)
     _fair: dict[_Place, dict[str, float]] = field(default_factory=dict)
     _blends: dict[tuple[str, int, int], Estimate] = field(default_factory=dict)
-    _shorter: dict[tuple[str, _Place, float], Estimate] = field(default_factory=dict)
+    _shorter: dict[tuple[str, int, float | None, float], Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.order = sorted(self.rows, key=lambda row: (len(row.sizes), row.demand.terms.tpot_ms or math.inf, row.tier))
@@ -156,23 +158,21 @@ class Appraiser:
         given: list[tuple[Row, list[tuple[_Place, Estimate, float]]]] = [(row, []) for row in self.order]
         for first in (True, False):
             for row, parts in given:
-                mine = {
-                    place: min(left, whole[place] * self._fair_share(row, place)) if first else left
-                    for place, left in free.items()
-                    if left > 0 and (not first or self._comes_first(row, place))
-                }
-                room = [
-                    (place, one, left * one.capacity_rps)
-                    for place, left in mine.items()
-                    if (one := self._at(row, place)).capacity_rps > 0
-                ]
-                total = sum(rate for _, _, rate in room)
-                missing = row.offered_rps - sum(rate for _, _, rate in parts)
+                missing = row.offered_rps - sum([rate for _, _, rate in parts])
+                if missing <= 0:
+                    continue
+                mine, room = {}, []
+                for place, left in free.items():
+                    here = min(left, whole[place] * self._first_share(row, place)) if first else left
+                    if here > 0 and (one := self._at(row, place)).capacity_rps > 0:
+                        mine[place] = here
+                        room.append((place, one, here * one.capacity_rps))
+                total = sum([rate for _, _, rate in room])
                 if 0 < total < missing:
                     room = self._let_in(row, room, mine, missing)
-                    total = sum(rate for _, _, rate in room)
-                filled = min(1.0, missing / total) if total > 0 and missing > 0 else 0.0
-                if filled:
+                    total = sum([rate for _, _, rate in room])
+                if total > 0:
+                    filled = min(1.0, missing / total)
                     parts += [(place, one, filled * rate) for place, one, rate in room]
                     for place, _, _ in room:
                         free[place] -= filled * mine[place]
@@ -186,6 +186,13 @@ class Appraiser:
                 times[row.tier] = busy / rate
                 value += row.weight * rate * (1 + quick * min(1.0, row.alone_ms / times[row.tier]))
         return Worth(value, carried, times)
+
+    def _first_share(self, row: Row, place: _Place) -> float:
+        """The part of engines that a tier may take before the others; 0 where it does not come first."""
+        key = (row.tier, place)
+        if key not in self._firsts:
+            self._firsts[key] = self._fair_share(row, place) if self._comes_first(row, place) else 0.0
+        return self._firsts[key]
 
     def _fair_share(self, row: Row, place: _Place) -> float:
         """The part of engines that a tier has where none leaves room for another one: as much as it asks for, by
@@ -264,18 +271,22 @@ class Appraiser:
         return [(own, count - open_ones), ((tp, None), open_ones)] if open_ones else [(own, count)]
 
     def _at(self, row: Row, place: _Place) -> Estimate:
-        tp, fill = place
-        shared = None if fill is None else self._beside(row, tp, fill)
-        return row.estimates[tp] if shared is None else shared.guarded
+        key = (row.tier, place)
+        found = self._found.get(key)
+        if found is None:
+            tp, fill = place
+            shared = None if fill is None else self._beside(row, tp, fill)
+            found = self._found[key] = row.estimates[tp] if shared is None else shared.guarded
+        return found
 
     def _with_shorter_prompts(self, row: Row, place: _Place, part: float) -> Estimate:
         """The same, of prompts that have in the mean this part of the tokens of all."""
-        key = (row.tier, place, part)
+        (tp, fill), asked = place, row.demand
+        shared = None if fill is None else self._beside(row, tp, fill)
+        target_ms = asked.terms.tpot_ms if shared is None else shared.tpot_ms
+        key = (row.tier, tp, target_ms, part)
         if key not in self._shorter:
-            tp, fill = place
-            shared, asked = None if fill is None else self._beside(row, tp, fill), row.demand
             shorter = replace(asked, prompt_tokens=part * asked.prompt_tokens, prompt_spread=part * asked.prompt_spread)
-            target_ms = asked.terms.tpot_ms if shared is None else shared.tpot_ms
             self._shorter[key] = with_shorter_prompts(self._at(row, place), shorter, self.speeds[tp], target_ms)
         return self._shorter[key]
 
@@ -299,9 +310,9 @@ class Appraiser:
             return None
         speed = self.speeds[tp]
         most = min(guarded_by_ms(tightest_ms, speed.times.decode_ms(1, 1.0), fill) / SAFETY, tpot_ms_of(row))
-        finite = math.isfinite(most)
-        guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if finite else alone
-        return _Beside(guarded, most if finite else own.tpot_ms)
+        if not alone.capacity_rps or most >= tpot_ms_of(row):
+            return _Beside(alone, own.tpot_ms)
+        return _Beside(estimate(row.demand, speed, own.ttft_ms, most, own=False), most)
 
     def _shares_of(self, tp: int) -> _Shares:
         if tp not in self._shares:
