@@ -106,8 +106,9 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float],
     stay = {engine for engine in current.engines if engine.name in bound} if bound else frozenset()
     load = [0.0] * gpus
     for engine in current.engines:
-        for gpu in engine.gpus:
-            load[gpu] = busy.get(engine.name, 0.0) / engine.tp
+        if busy:
+            first, tp = engine.first_gpu, engine.tp
+            load[first : first + tp] = [busy.get(engine.name, 0.0) / tp] * tp
     free = [True] * gpus
     engines: list[EngineSpec] = []
     for tp in sorted((tp for tp, number in counts.items() if number), reverse=True):
@@ -123,8 +124,7 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float],
             )
         for group in groups[: counts[tp]]:
             engines.append(group)
-            for gpu in group.gpus:
-                free[gpu] = False
+            free[group.first_gpu : group.first_gpu + tp] = [False] * tp
     return Layout(tuple(sorted(engines)))
 
 
