@@ -28,34 +28,34 @@ def greedy(rows: Sequence[Row], sizes: Sequence[int], gpus: int) -> dict[str, Co
     own: dict[str, Counter[int]] = {row.tier: Counter() for row in rows}
     unmet = {row.tier: row.offered_rps for row in rows}
     left = gpus
+    by_tier = {row.tier: row for row in rows}
     # A tier's best group changes only with its unmet load, or when too few GPUs are left for it.
     best = {row.tier: _best(row, unmet[row.tier], sizes, left) for row in rows}
-    while left:
-        for row in rows:
-            if best[row.tier][1] > left:
-                best[row.tier] = _best(row, unmet[row.tier], sizes, left)
-        chosen = max(rows, key=lambda row: (best[row.tier][0], row.weight, row.tier), default=None)
-        if chosen is None or best[chosen.tier][0] <= 0:
+    while left and best:
+        score, _, tier, tp = max(best.values())
+        if score <= 0:
             break
-        _, tp = best[chosen.tier]
-        own[chosen.tier][tp] += 1
+        row = by_tier[tier]
+        own[tier][tp] += 1
         left -= tp
-        unmet[chosen.tier] -= min(unmet[chosen.tier], FILLED * chosen.estimates[tp].capacity_rps)
-        best[chosen.tier] = _best(chosen, unmet[chosen.tier], sizes, left)
+        unmet[tier] -= min(unmet[tier], FILLED * row.estimates[tp].capacity_rps)
+        best[tier] = _best(row, unmet[tier], sizes, left)
+        if left < sizes[-1]:
+            best |= {other: _best(by_tier[other], unmet[other], sizes, left) for other in best if best[other][3] > left}
     _spread(rows, own, sizes, left)
     return own
 
 
-def _best(row: Row, unmet: float, sizes: Sequence[int], left: int) -> tuple[float, int]:
-    """(score, TP size) of the group that a tier should get next; of equal ones the narrowest."""
-    best = (0.0, sizes[0])
+def _best(row: Row, unmet: float, sizes: Sequence[int], left: int) -> tuple[float, float, str, int]:
+    """(score, weight, tier, TP size) of the group that a tier should get next; of equal ones the narrowest."""
+    best, chosen = 0.0, sizes[0]
     for tp in sizes:
         if tp <= left:
             gain = min(FILLED * row.estimates[tp].capacity_rps, unmet)
             score = row.weight * gain / tp * unmet
-            if score > best[0]:
-                best = (score, tp)
-    return best
+            if score > best:
+                best, chosen = score, tp
+    return best, row.weight, row.tier, chosen
 
 
 def _spread(rows: Sequence[Row], own: dict[str, Counter[int]], sizes: Sequence[int], left: int) -> None:
@@ -106,24 +106,25 @@ def place(counts: Counts, gpus: int, current: Layout, busy: Mapping[str, float],
     stay = {engine for engine in current.engines if engine.name in bound} if bound else frozenset()
     load = [0.0] * gpus
     for engine in current.engines:
-        for gpu in engine.gpus:
-            load[gpu] = busy.get(engine.name, 0.0) / engine.tp
+        if busy:
+            first, tp = engine.first_gpu, engine.tp
+            load[first : first + tp] = [busy.get(engine.name, 0.0) / tp] * tp
     free = [True] * gpus
     engines: list[EngineSpec] = []
     for tp in sorted((tp for tp, number in counts.items() if number), reverse=True):
         groups = [EngineSpec(first, tp) for first in range(0, gpus, tp) if free[first]]
-        groups.sort(
-            key=lambda group: (
-                group not in stay,
-                group not in there,
-                sum(load[gpu] for gpu in group.gpus),
-                group.first_gpu,
+        if len(groups) > counts[tp]:
+            groups.sort(
+                key=lambda group: (
+                    group not in stay,
+                    group not in there,
+                    sum(load[gpu] for gpu in group.gpus),
+                    group.first_gpu,
+                )
             )
-        )
         for group in groups[: counts[tp]]:
             engines.append(group)
-            for gpu in group.gpus:
-                free[gpu] = False
+            free[group.first_gpu : group.first_gpu + tp] = [False] * tp
     return Layout(tuple(sorted(engines)))
 
 

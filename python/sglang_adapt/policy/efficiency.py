@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sglang_adapt.policy.admission import WINDOW_MS, prompts_ms
 from sglang_adapt.policy.demand import Demand
@@ -92,7 +92,7 @@ class _Engine:
         self.output = max(1.0, demand.output_tokens)
         self._spread = demand.prompt_spread
         self._context = self.prompt + self.output / 2
-        self._times = speed.times
+        self._times, self._decode_ms, self._latency_ms = speed.times, speed.times.decode_ms, speed.times.latency_ms
         self.most_ttft_ms = math.inf if ttft_ms is None else SAFETY * ttft_ms
         self.most_tpot_ms = math.inf if tpot_ms is None else SAFETY * tpot_ms
         self._tpot_ms = math.inf if tpot_ms is None else tpot_ms
@@ -104,10 +104,10 @@ class _Engine:
         self._steps: dict[float, float] = {}
 
     def step_ms(self, batch: float) -> float:
-        known = self._steps.get(batch)
+        there = batch if batch > 1.0 else 1.0
+        known = self._steps.get(there)
         if known is None:
-            there = batch if batch > 1.0 else 1.0
-            known = self._steps[batch] = self._times.decode_ms(there, there * self._context)
+            known = self._steps[there] = self._decode_ms(there, there * self._context)
         return known
 
     def cut(self, batch: float) -> None:
@@ -122,7 +122,9 @@ class _Engine:
 
     def at(self, batch: float) -> tuple[float, float, float]:
         """(requests/s, TTFT, TPOT) with `batch` > 0 requests in the mean."""
-        step = self.step_ms(batch)
+        return self._at(batch, self.step_ms(batch))
+
+    def _at(self, batch: float, step: float) -> tuple[float, float, float]:
         tpot = step + batch * self._read_ms / self.output
         rate = batch / (self.output * tpot)
         alone = self._read_ms
@@ -131,15 +133,20 @@ class _Engine:
         busy = rate * alone
         # Prompts of others that are before it: as in a queue with one server (M/G/1).
         wait = math.inf if busy >= _BUSIEST else (1 + self._spread) * alone * busy / (2 * (1 - busy))
-        return 1e3 * rate, self._times.latency_ms + step + alone + wait, tpot
+        return 1e3 * rate, self._latency_ms + step + alone + wait, tpot
 
     def fits(self, batch: float) -> bool:
-        rate, ttft, tpot = self.at(batch)
-        if self._chunk is None and math.isfinite(self.most_tpot_ms):
-            # Admission counts the one that comes next, and its prompt among those of the last time.
-            share = (rate / 1e3 + 1 / WINDOW_MS) * self._whole_ms
-            tpot = self.step_ms(batch + 1) / (1 - share) if share < 1 else math.inf
-        return math.isfinite(ttft) and ttft <= self.most_ttft_ms and tpot <= self.most_tpot_ms
+        most, step = self.most_tpot_ms, self.step_ms(batch)
+        if step > most:
+            return False
+        rate, ttft, tpot = self._at(batch, step)
+        if tpot > most or ttft > self.most_ttft_ms or ttft == math.inf:
+            return False
+        if self._chunk is not None or most == math.inf:
+            return True
+        # Admission counts the one that comes next, and its prompt among those of the last time.
+        share = (rate / 1e3 + 1 / WINDOW_MS) * self._whole_ms
+        return share < 1 and self.step_ms(batch + 1) / (1 - share) <= most
 
     def largest(self, most: float) -> float:
         """The largest batch up to `most` that stays within the targets; 0 if none does."""
@@ -161,19 +168,16 @@ class _Engine:
     def largest_cut(self, most: float) -> float:
         """The largest batch up to `most` that stays within the targets with prompts cut as they are at that batch.
 
-        Leaves them cut so; 0 if there is none.
+        Leaves them cut so; 0 if there is none. Uncut prompts stay within the targets at `most`.
         """
+        self.cut(most)
+        if self._chunk is None or self.fits(most):
+            return most
         low, high = 0.0, most
-        batch = most
-        for _ in range(_HALVINGS):
-            self.cut(batch)
-            if self.fits(batch):
-                low = batch
-                if batch == most:
-                    break
-            else:
-                high = batch
+        for _ in range(_HALVINGS - 1):
             batch = (low + high) / 2
+            self.cut(batch)
+            low, high = (batch, high) if self.fits(batch) else (low, batch)
         self.cut(max(low, _ALONE))
         return low or self.largest(high)
 
@@ -199,18 +203,17 @@ def estimate(
         if batch and tpot_ms is not None:
             batch = engine.largest_cut(batch)
     _, ttft, tpot = engine.at(_ALONE)
-    found = Estimate(speed.tp, 0.0, ttft, tpot, 0.0, (0.0,), (ttft + (engine.output - 1) * tpot,))
-    if not batch:
-        return found
-    # Close together where the batch is small: there the rate rises fastest.
-    for power in _POWERS:
+    capacity, fullest, rates, times = 0.0, 0.0, [0.0], [ttft + (engine.output - 1) * tpot]
+    # Close together where the batch is small: there the rate rises fastest. Up to 1 all powers are the same.
+    for power in () if not batch else _POWERS if batch > 1 else _POWERS[:1]:
         there = min(1.0, batch) * max(1.0, batch) ** power
-        rate, ttft, tpot = engine.at(there)
+        rate, later_ttft, later_tpot = engine.at(there)
         # By some measurements a larger batch ends no more requests; then nobody would want it.
-        if rate > found.capacity_rps:
-            rates, times = (*found.rates_rps, rate), (*found.times_ms, ttft + (engine.output - 1) * tpot)
-            found = Estimate(speed.tp, rate, ttft, tpot, there, rates, times)
-    return found
+        if rate > capacity:
+            capacity, ttft, tpot, fullest = rate, later_ttft, later_tpot, there
+            rates.append(rate)
+            times.append(ttft + (engine.output - 1) * tpot)
+    return Estimate(speed.tp, capacity, ttft, tpot, fullest, tuple(rates), tuple(times))
 
 
 def with_shorter_prompts(found: Estimate, demand: Demand, speed: Speed, tpot_ms: float | None) -> Estimate:
@@ -234,4 +237,4 @@ def with_shorter_prompts(found: Estimate, demand: Demand, speed: Speed, tpot_ms:
         low, high = (middle, high) if engine.fits(middle) else (low, middle)
     rate = max(found.capacity_rps, engine.at(low)[0])
     rates = tuple(each * rate / found.capacity_rps for each in found.rates_rps)
-    return replace(found, capacity_rps=rate, batch=low, rates_rps=rates)
+    return Estimate(found.tp, rate, found.ttft_ms, found.tpot_ms, low, rates, found.times_ms)

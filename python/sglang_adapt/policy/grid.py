@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
@@ -47,7 +48,7 @@ class Grid:
         for i, row in enumerate(cells):
             for j in range(len(row)):
                 row[j] = max(row[j], row[j - 1] if j else 0.0, cells[i - 1][j] if i else 0.0)
-        self._cells = cells
+        self._patches = _patches(self._xs, self._ys, cells)
         self._lone = (
             0.0 if varied[0] else cells[-1][-1] / (self._xs[0] or max(self._ys[-1], 1.0)),
             0.0 if varied[1] else cells[-1][-1] / (self._ys[0] or max(self._xs[-1], 1.0)),
@@ -60,22 +61,14 @@ class Grid:
 
     def at(self, x: float, y: float) -> float:
         """The time at a place; never less than at a place that is smaller in both."""
-        # In one piece: a plan for many GPUs asks a thousand times.
+        # In one piece: a plan for many GPUs asks some hundred times.
         xs, ys = self._xs, self._ys
-        i, j, u, v = bisect_right(xs, x) - 1, bisect_right(ys, y) - 1, 0.0, 0.0
-        if i < 0:
-            i = 0
-        elif i < len(xs) - 1:
-            u = (x - xs[i]) / (xs[i + 1] - xs[i])
-        if j < 0:
-            j = 0
-        elif j < len(ys) - 1:
-            v = (y - ys[j]) / (ys[j + 1] - ys[j])
-        row = self._cells[i]
-        value = row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])
-        if u != 0.0:
-            row = self._cells[i + 1]
-            value += u * ((row[j] if v == 0.0 else row[j] + v * (row[j + 1] - row[j])) - value)
+        x_from, x_width, y_from, y_width, low, low_rise, high, high_rise = self._patches[bisect_right(xs, x)][
+            bisect_right(ys, y)
+        ]
+        v = (y - y_from) / y_width
+        value = low + v * low_rise
+        value += (x - x_from) / x_width * ((high + v * high_rise) - value)
         most_x, most_y = xs[-1], ys[-1]
         if x > most_x or y > most_y:
             x, y = max(x, xs[0]), max(y, ys[0])
@@ -87,7 +80,10 @@ class Grid:
         return value
 
     def _trend_at(self, x: float, y: float) -> float:
-        return sum(factor * x**i * y**j for (i, j), factor in self._trend)
+        value = 0.0
+        for (i, j), factor in self._trend:
+            value += factor * x**i * y**j
+        return value
 
     def _cell(self, known: dict[tuple[float, float], float], x: float, y: float) -> float:
         if (x, y) in known:
@@ -105,6 +101,42 @@ def _fitted(known: dict[tuple[float, float], float], terms: Sequence[Term]) -> l
     scale = np.maximum(columns.max(axis=0), 1e-300)
     factors, _ = nnls(columns / scale, np.ones(len(times)))
     return [(term, float(factor)) for term, factor in zip(every, factors / scale, strict=True) if factor > 0]
+
+
+_Patch = tuple[float, float, float, float, float, float, float, float]
+"""Between four neighbours: from where and how wide in x, the same in y; the value at the smallest x and y and its rise
+over y, and the same at the larger x."""
+
+
+def _patches(xs: Sequence[float], ys: Sequence[float], cells: Sequence[Sequence[float]]) -> list[list[_Patch]]:
+    """By how many x and how many y are not above a place: what is interpolated there.
+
+    A patch that lies outside is infinitely wide, so that its value is that of the nearest measured size.
+    """
+    across, along = _steps(xs), _steps(ys)
+    return [
+        [
+            (
+                x,
+                width,
+                y,
+                height,
+                cells[i][j],
+                cells[i][up] - cells[i][j],
+                cells[right][j],
+                cells[right][up] - cells[right][j],
+            )
+            for j, up, y, height in along
+        ]
+        for i, right, x, width in across
+    ]
+
+
+def _steps(axis: Sequence[float]) -> list[tuple[int, int, float, float]]:
+    """(index, next index, value, distance to the next) from below the first value to above the last one."""
+    last = len(axis) - 1
+    inside = [(at, at + 1, axis[at], axis[at + 1] - axis[at]) for at in range(last)]
+    return [(0, 0, axis[0], math.inf), *inside, (last, last, axis[last], math.inf)]
 
 
 def _steepest(axis: Sequence[float], values: Sequence[float]) -> float:

@@ -140,9 +140,12 @@ class Appraiser:
     speeds: Mapping[int, Speed]
     _shared: dict[tuple[str, int, float], _Beside | None] = field(default_factory=dict)
     _shares: dict[int, _Shares] = field(default_factory=dict)
+    _found: dict[tuple[str, _Place], Estimate] = field(default_factory=dict)
+    _firsts: dict[tuple[str, _Place], float] = field(default_factory=dict)
     _fair: dict[_Place, dict[str, float]] = field(default_factory=dict)
     _blends: dict[tuple[str, int, int], Estimate] = field(default_factory=dict)
-    _shorter: dict[tuple[str, _Place, float], Estimate] = field(default_factory=dict)
+    _shorter: dict[tuple[str, int, float | None, float], Estimate] = field(default_factory=dict)
+    _shorter_at: dict[tuple[str, _Place, float], Estimate] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.order = sorted(self.rows, key=lambda row: (len(row.sizes), row.demand.terms.tpot_ms or math.inf, row.tier))
@@ -156,36 +159,46 @@ class Appraiser:
         given: list[tuple[Row, list[tuple[_Place, Estimate, float]]]] = [(row, []) for row in self.order]
         for first in (True, False):
             for row, parts in given:
-                mine = {
-                    place: min(left, whole[place] * self._fair_share(row, place)) if first else left
-                    for place, left in free.items()
-                    if left > 0 and (not first or self._comes_first(row, place))
-                }
-                room = [
-                    (place, one, left * one.capacity_rps)
-                    for place, left in mine.items()
-                    if (one := self._at(row, place)).capacity_rps > 0
-                ]
-                total = sum(rate for _, _, rate in room)
-                missing = row.offered_rps - sum(rate for _, _, rate in parts)
+                missing = row.offered_rps - (sum([rate for _, _, rate in parts]) if parts else 0.0)
+                if missing <= 0:
+                    continue
+                mine, room = {}, []
+                for place, here in free.items():
+                    if first:
+                        share = self._first_share(row, place)
+                        if not share:
+                            continue
+                        here = min(here, whole[place] * share)
+                    if here > 0 and (one := self._at(row, place)).capacity_rps > 0:
+                        mine[place] = here
+                        room.append((place, one, here * one.capacity_rps))
+                total = sum([rate for _, _, rate in room])
                 if 0 < total < missing:
                     room = self._let_in(row, room, mine, missing)
-                    total = sum(rate for _, _, rate in room)
-                filled = min(1.0, missing / total) if total > 0 and missing > 0 else 0.0
-                if filled:
+                    total = sum([rate for _, _, rate in room])
+                if total > 0:
+                    filled = min(1.0, missing / total)
                     parts += [(place, one, filled * rate) for place, one, rate in room]
                     for place, _, _ in room:
                         free[place] -= filled * mine[place]
         value, carried, times = 0.0, {}, {}
         quick = self._quick(given)
         for row, parts in given:
-            rate = sum(part for _, _, part in parts)
+            rate = sum([part for _, _, part in parts])
             carried[row.tier], times[row.tier] = rate, math.inf
             if rate > 0:
-                busy = sum(part * one.time_ms(1 - free[place] / whole[place]) for place, one, part in parts)
+                busy = sum([part * one.time_ms(1 - free[place] / whole[place]) for place, one, part in parts])
                 times[row.tier] = busy / rate
                 value += row.weight * rate * (1 + quick * min(1.0, row.alone_ms / times[row.tier]))
         return Worth(value, carried, times)
+
+    def _first_share(self, row: Row, place: _Place) -> float:
+        """The part of engines that a tier may take before the others; 0 where it does not come first."""
+        key = (row.tier, place)
+        share = self._firsts.get(key)
+        if share is None:
+            share = self._firsts[key] = self._fair_share(row, place) if self._comes_first(row, place) else 0.0
+        return share
 
     def _fair_share(self, row: Row, place: _Place) -> float:
         """The part of engines that a tier has where none leaves room for another one: as much as it asks for, by
@@ -214,15 +227,17 @@ class Appraiser:
 
         def off(rates: Sequence[tuple[_Place, Estimate, float]], part: float) -> float:
             """How far the mean prompt that is let in is above `part` of all, if so many are let in as `rates` say."""
-            return 1 - slope * (missing - sum(rate for _, _, rate in rates)) / row.offered_rps - part
+            return 1 - slope * (missing - sum([rate for _, _, rate in rates])) / row.offered_rps - part
 
         longer = list(room)
-        above = off(longer, 1.0)
+        above = off(longer, 1.0) if slope > 0 else 0.0
         if above >= 0:
             return longer
         for part in _PARTS:
-            found = [(place, self._with_shorter_prompts(row, place, part)) for place, _, _ in room]
-            shorter = [(place, one, free[place] * one.capacity_rps) for place, one in found]
+            shorter = []
+            for place, _, _ in room:
+                one = self._with_shorter_prompts(row, place, part)
+                shorter.append((place, one, free[place] * one.capacity_rps))
             below = off(shorter, part)
             if below >= 0:
                 # The mean is in between, and rates are about on a straight line.
@@ -264,20 +279,28 @@ class Appraiser:
         return [(own, count - open_ones), ((tp, None), open_ones)] if open_ones else [(own, count)]
 
     def _at(self, row: Row, place: _Place) -> Estimate:
-        tp, fill = place
-        shared = None if fill is None else self._beside(row, tp, fill)
-        return row.estimates[tp] if shared is None else shared.guarded
+        key = (row.tier, place)
+        found = self._found.get(key)
+        if found is None:
+            tp, fill = place
+            shared = None if fill is None else self._beside(row, tp, fill)
+            found = self._found[key] = row.estimates[tp] if shared is None else shared.guarded
+        return found
 
     def _with_shorter_prompts(self, row: Row, place: _Place, part: float) -> Estimate:
         """The same, of prompts that have in the mean this part of the tokens of all."""
-        key = (row.tier, place, part)
+        there = (row.tier, place, part)
+        if there in self._shorter_at:
+            return self._shorter_at[there]
+        (tp, fill), asked = place, row.demand
+        shared = None if fill is None else self._beside(row, tp, fill)
+        target_ms = asked.terms.tpot_ms if shared is None else shared.tpot_ms
+        key = (row.tier, tp, target_ms, part)
         if key not in self._shorter:
-            tp, fill = place
-            shared, asked = None if fill is None else self._beside(row, tp, fill), row.demand
             shorter = replace(asked, prompt_tokens=part * asked.prompt_tokens, prompt_spread=part * asked.prompt_spread)
-            target_ms = asked.terms.tpot_ms if shared is None else shared.tpot_ms
             self._shorter[key] = with_shorter_prompts(self._at(row, place), shorter, self.speeds[tp], target_ms)
-        return self._shorter[key]
+        found = self._shorter_at[there] = self._shorter[key]
+        return found
 
     def _comes_first(self, row: Row, place: _Place) -> bool:
         """The tightest tier does on its own engines, the others on theirs, and all of them where none leaves room. What
@@ -299,9 +322,9 @@ class Appraiser:
             return None
         speed = self.speeds[tp]
         most = min(guarded_by_ms(tightest_ms, speed.times.decode_ms(1, 1.0), fill) / SAFETY, tpot_ms_of(row))
-        finite = math.isfinite(most)
-        guarded = estimate(row.demand, speed, own.ttft_ms, most, own=False) if finite else alone
-        return _Beside(guarded, most if finite else own.tpot_ms)
+        if not alone.capacity_rps or most >= tpot_ms_of(row):
+            return _Beside(alone, own.tpot_ms)
+        return _Beside(estimate(row.demand, speed, own.ttft_ms, most, own=False), most)
 
     def _shares_of(self, tp: int) -> _Shares:
         if tp not in self._shares:
