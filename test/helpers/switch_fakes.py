@@ -36,6 +36,7 @@ from sglang_adapt.keeper import KeeperError
 from sglang_adapt.kv.ledger_format import ledger_bytes
 from sglang_adapt.memory import RegionHandle, allocate
 from sglang_adapt.policy.carry import Strategy
+from sglang_adapt.policy.suspects import PAST_TOKENS
 from sglang_adapt.router.calls import CallBrokenError, CallRefusedError, EngineGoneError
 from sglang_adapt.router.engine import EngineState
 from sglang_adapt.router.long_requests import Lengths
@@ -350,9 +351,18 @@ class Node:
                     break
             while self.router.stranded.in_flight or self.modes.handovers._tasks or self.modes.kept._tasks:
                 await asyncio.sleep(0.001)
+                self.suspects_go_on()
                 self.read()
             await asyncio.sleep(0.005)
             self.read()
+
+    def suspects_go_on(self) -> None:
+        """Let requests that are tried alone pass the point at which their engine died."""
+        for rid, entry in list(self.router.journal.items()):
+            engine = self.router.places.where[rid]
+            if entry.record.is_tried(2) and engine.name in self.router.engines:
+                total = entry.died_at + PAST_TOKENS
+                self.world.tokens(engine.name, rid, [7] * (total - len(entry.ids)), total)
 
     def check(self) -> None:
         """Between switches: see `node_checks`."""

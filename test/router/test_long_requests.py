@@ -370,11 +370,15 @@ def test_it_ends_first_or_stays_paused_as_the_strategy_says() -> None:
 # The death of engines.
 
 
-def test_a_long_request_goes_on_at_an_engine_that_holds_it() -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_a_long_request_goes_on_at_an_engine_that_holds_it(first: bool) -> None:
     async def tell(story: Story) -> None:
         node = story.node
+        if first:
+            node.request("all-long", tokens=LONG)
         story.arrive(2, end=False)
-        node.request("all-long", tokens=LONG)
+        if not first:
+            node.request("all-long", tokens=LONG)
         await story.window(0)
         node.world.tokens(TWO, "all-long", [1, 2, 3], 3)
         node.die(TWO)
@@ -385,7 +389,12 @@ def test_a_long_request_goes_on_at_an_engine_that_holds_it() -> None:
         await node.modes.switch(parse_layout(ONES, (1, 2), 2), Strategy.KEEP, "by the test")
         node.request("all-short")
         node.die(TWO)
-        await node.until(lambda: list(node.router.stranded.in_flight) == ["all-long"])
+
+        def it_alone_waits() -> bool:
+            node.suspects_go_on()
+            return list(node.router.stranded.in_flight) == ["all-long"]
+
+        await node.until(it_alone_waits)
         for _ in range(20):
             await asyncio.sleep(0)
         assert list(node.router.stranded.in_flight) == ["all-long"]

@@ -222,4 +222,4 @@ def test_what_the_planner_would_do(server: Server) -> None:
     now = HTTP.get(url).json()
     assert now["layout"] == active(server) and {row["tier"] for row in now["demand"]} == {"all"}
     assert HTTP.get(f"{url}?rates=gold:5").status_code == 400
-    assert "?rates=20 if it has none, or leave rates out" in HTTP.get(f"{url}?rates=many").text
+    assert "give rates as ?rates=20, or leave rates out" in HTTP.get(f"{url}?rates=many").text

@@ -50,7 +50,8 @@ def charged(lost: Mapping[Key, Record], limit: int) -> list[Key]:
 
 
 def to_go_on(stranded: Mapping[Key, Record], limit: int, *, one_is_tried: bool) -> list[Key]:
-    """The requests without an engine that go on now: all but suspects, and the first of these if none is tried yet."""
+    """Of requests that have lost their engine and could go on, those that do: all but suspects, and the first of these
+    if none is tried yet."""
     suspects = [key for key, record in stranded.items() if record.is_suspect(limit)]
     held = set(suspects if one_is_tried else suspects[1:])
     return [key for key in stranded if key not in held]

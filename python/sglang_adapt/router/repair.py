@@ -54,8 +54,7 @@ class Repair:
     async def _run(self) -> None:
         router = self._router
         while True:
-            # One that is too long for the engines of the layout waits for another layout, and the others do not.
-            placed = [(rid, engine) for rid in router.to_go_on() if (engine := router.engine_for(rid))]
+            placed = router.to_go_on()
             if not placed:
                 return
             rids = [rid for rid, engine in placed if engine is placed[0][1]][:_AT_ONCE]

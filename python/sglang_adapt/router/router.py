@@ -237,11 +237,13 @@ class Router:
             )
             self._out.stranded()
 
-    def to_go_on(self) -> list[str]:
-        """The stranded requests that may be placed now: of those that the next death would end only one, while no
-        other one of them may be why engines die."""
-        records = {rid: self.journal[rid].record for rid in self.stranded.in_flight}
-        return to_go_on(records, self._deaths_limit, one_is_tried=self._one_is_tried())
+    def to_go_on(self) -> list[tuple[str, Engine]]:
+        """The stranded requests that are to be placed now, with their engines: of those that the next death would end
+        only one, while no other one of them may be why engines die."""
+        # One that is too long for the engines of the layout waits for another layout, and the others do not.
+        placed = {rid: engine for rid in self.stranded.in_flight if (engine := self.engine_for(rid))}
+        records = {rid: self.journal[rid].record for rid in placed}
+        return [(rid, placed[rid]) for rid in to_go_on(records, self._deaths_limit, one_is_tried=self._one_is_tried())]
 
     def _one_is_tried(self) -> bool:
         """Does an engine run a suspect, or is about to, that has not passed its last death?"""

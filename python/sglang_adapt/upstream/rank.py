@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_adapt.core.held_interpreter import end_if_held
 from sglang_adapt.core.process import die_with_parent, ignore_stop_signals
 from sglang_adapt.upstream.allocator_warmup import warm_up_allocator
 from sglang_adapt.upstream.containment import ContainFailingMessages
@@ -30,6 +31,11 @@ from sglang_adapt.upstream.rank_link import MessagesByRankLink
 from sglang_adapt.upstream.shared_files import LoadSlots, UnlinkMessageQueue, WriteLoadsToSlot, use_load_slots
 from sglang_adapt.upstream.token_ids_logprobs import NoNamedTokensIsATensorToo
 from sglang_adapt.weights import WeightsHandle
+
+_HELD = 0.2
+"""Of `--watchdog-timeout`, how long one call may hold a rank's interpreter: nothing that an engine does takes seconds
+without letting other threads run, whereas stock's watchdog waits for compilers as well."""
+_MOST_HELD_S = 1e6
 
 
 @dataclass(frozen=True)
@@ -196,11 +202,17 @@ def run_rank(args: RankArgs, report: Callable[[dict[str, Any]], None], control: 
     if args.sp_tokens is not None:
         require_sequences(args.server_args, args.tp_rank)
     report(scheduler.get_init_info())
+    end_if_held(held_timeout_s(args.server_args.watchdog_timeout))
     try:
         scheduler.run_event_loop()
     finally:
         if scheduler.gracefully_exit:
             scheduler.release_host_resources()
+
+
+def held_timeout_s(watchdog_timeout_s: float) -> float:
+    """How long one call may hold a rank's interpreter; stock's watchdog cannot run then."""
+    return min(_MOST_HELD_S, max(1.0, _HELD * watchdog_timeout_s))
 
 
 def require_sequences(server_args: Any, tp_rank: int) -> None:
